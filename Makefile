@@ -1,0 +1,49 @@
+# kvcar: everything a person needs, on a machine with python3.11+ and make.
+#   make demo [ARGS=--stay]   three emulated engines, kvcar and a real Envoy, with a workload; --stay leaves it up
+#   make test [ARGS=...]      the whole suite, real Envoy and real ZMQ included
+#   make lint                 ruff and mypy --strict
+#   make bench                benchmarks that print ratios; writes bench.json
+SHELL := /bin/sh
+VENV := .venv
+PY := $(VENV)/bin/python
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+ARGS ?=
+
+.PHONY: help demo test lint bench clean
+help:
+	@sed -n '2,6p' Makefile | sed 's/^# \{0,1\}//'
+
+demo: $(VENV)/.demo
+	@exec $(PY) -m examples.local.demo $(ARGS)
+
+test: $(VENV)/.test
+	@$(PY) -m pytest $(ARGS)
+
+lint: $(VENV)/.test
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+
+bench: $(VENV)/.bench
+	@$(PY) -m tests.bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(PY):
+	@[ -n "$(PYTHON)" ] || { echo "kvcar needs python 3.11 or newer; none was found on PATH (set PYTHON=/path/to/python)" >&2; exit 1; }
+	@echo "creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { rm -rf $(VENV); $(MAKE) -s venv-package && $(PYTHON) -m venv $(VENV); }
+	@touch $(PY)
+
+.PHONY: venv-package
+venv-package: # Debian and Ubuntu ship python3 without venv
+	@if command -v apt-get >/dev/null 2>&1 && [ "$$(id -u)" = 0 ]; then \
+		echo "installing python3-venv"; apt-get update -qq && apt-get install -y -qq python3-venv >/dev/null; \
+	else echo "python's venv module is missing; on Debian or Ubuntu: sudo apt-get install python3-venv" >&2; exit 1; fi
+
+$(VENV)/.demo $(VENV)/.test $(VENV)/.bench: $(VENV)/.%: pyproject.toml | $(PY)
+	@echo "installing kvcar[$*] into $(VENV) (the first time takes a minute or two)"
+	@$(PY) -m pip install -q --disable-pip-version-check --progress-bar off -e '.[$*]'
+	@touch $@

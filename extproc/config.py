@@ -1,0 +1,334 @@
+"""The configuration file: one frozen tree, parsed and checked once at start.
+
+Unknown keys, wrong types, impossible values and values that contradict each other are errors that name the file, the
+line, the path of the key, the value and what is allowed. Every key has a default, a unit and a line in
+docs/configuration.md (a test compares the two).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Hashable, Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from extproc.scorers import build as build_scorer
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; the message has one line a mistake, ready to print."""
+
+
+def _address(text: str) -> str:
+    """'ip:port' or '[ipv6]:port' as Envoy matches it; raises ValueError that says what is allowed."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isascii() or not port.isdigit() or not 0 <= int(port) <= 65535:
+        raise ValueError("must be ip:port with a port of 0 to 65535, such as 10.0.0.1:8000 or [::1]:8000")
+    try:
+        parsed = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        raise ValueError(
+            "the part before the port must be an IP address (Envoy compares addresses, a host name never matches)"
+        ) from None
+    if parsed.version == 6 and not host.startswith("["):
+        raise ValueError("an IPv6 address needs brackets, such as [::1]:8000")
+    return text
+
+
+def _engine_address(text: str) -> str:
+    text = _address(text)
+    host, _, port = text.rpartition(":")
+    if int(port) == 0:
+        raise ValueError("the port of an engine must be 1 to 65535")
+    if ipaddress.ip_address(host.strip("[]")).is_unspecified:
+        raise ValueError("must be the address that Envoy connects to, not a wildcard")
+    return text
+
+
+def _header_name(text: str) -> str:
+    allowed = "abcdefghijklmnopqrstuvwxyz0123456789-_."
+    if not text or any(letter not in allowed for letter in text):
+        raise ValueError("must be a lower-case header name (letters, digits, '-', '_', '.')")
+    return text
+
+
+def _scorer(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+Address = Annotated[str, AfterValidator(_address)]
+EngineAddress = Annotated[str, AfterValidator(_engine_address)]
+HeaderName = Annotated[str, AfterValidator(_header_name)]
+
+
+class _Node(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Tls(_Node):
+    """PEM files of a listening port. With `client_ca` every client must show a certificate it signed."""
+
+    cert: str
+    key: str
+    client_ca: str | None = None
+
+
+class Listen(_Node):
+    """The ext_proc gRPC port."""
+
+    address: Address = "127.0.0.1:9002"
+    tls: Tls | None = None
+    drain_wait_ms: int = Field(2500, ge=0, le=600_000)
+    drain_grace_ms: int = Field(30_000, ge=0, le=3_600_000)
+
+
+class Admin(_Node):
+    """The HTTP port for health, metrics and queries."""
+
+    address: Address = "127.0.0.1:9003"
+    token: str | None = Field(None, min_length=8)
+    allow_unauthenticated: bool = False
+
+
+class Log(_Node):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["text", "json"] = "text"
+
+
+class Headers(_Node):
+    """Names of the headers kvcar sets; a client's own copies of the first three are always removed."""
+
+    destination: HeaderName = "x-gateway-destination-endpoint"
+    rank: HeaderName = "x-data-parallel-rank"
+    prefill: HeaderName = "x-prefiller-host-port"
+
+
+class Limits(_Node):
+    max_body_bytes: int = Field(33_554_432, ge=1024, le=1 << 31)
+    decide_timeout_ms: int = Field(1000, ge=10, le=60_000)
+    tokenize_timeout_ms: int = Field(500, ge=1, le=60_000)
+    tokenizer_threads: int = Field(2, ge=1, le=64)
+    token_cache_bytes: int = Field(256 << 20, ge=0)
+
+
+class Events(_Node):
+    """Bounds and pacing of the KV event streams, for all pools together where not said otherwise."""
+
+    max_streams: int = Field(128, ge=1, le=4096)
+    max_blocks_per_stream: int = Field(262_144, ge=1)
+    max_unanchored_blocks: int = Field(65_536, ge=0)
+    max_message_bytes: int = Field(8 << 20, ge=1024)
+    max_buffered_bytes: int = Field(16 << 20, ge=1024)
+    max_replays: int = Field(4, ge=1, le=64)
+    replay_timeout_ms: int = Field(5000, ge=10, le=600_000)
+    resync_interval_ms: int = Field(30_000, ge=100)
+    replay_attempts: int = Field(3, ge=1, le=100)
+    backoff_initial_ms: int = Field(1000, ge=1)
+    backoff_max_ms: int = Field(30_000, ge=1)
+    reconnect_initial_ms: int = Field(100, ge=1)
+    reconnect_max_ms: int = Field(5000, ge=1)
+
+
+class LoadConfig(_Node):
+    """Where the load that scorers see comes from."""
+
+    source: Literal["inflight", "prometheus", "heartbeat"] = "inflight"
+    interval_ms: int = Field(500, ge=50, le=60_000)
+    stale_after_ms: int = Field(2000, ge=100, le=600_000)
+    path: str = "/metrics"
+
+
+class InstanceConfig(_Node):
+    """One engine. `events` and `replay` are the endpoints of rank 0; rank r uses port + r."""
+
+    name: str = Field(min_length=1, max_length=200)
+    address: EngineAddress
+    role: Literal["default", "prefill", "decode", "mix"] = "default"
+    dp_size: int = Field(1, ge=1, le=1024)
+    events: str | None = None
+    replay: str | None = None
+    topic: str = ""
+    bind: bool = False
+    metrics: str | None = None
+
+
+class ScorerConfig(BaseModel):
+    """`name` and the scorer's own parameters, which the scorer checks."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+
+    @model_validator(mode="after")
+    def _known(self) -> ScorerConfig:
+        build_scorer(self.name, **(self.model_extra or {}))
+        return self
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class Pool(_Node):
+    """Instances that serve the same model, and how requests for it are tokenized and routed."""
+
+    name: str = Field(min_length=1, max_length=100)
+    models: tuple[str, ...] = Field(min_length=1)
+    adapters: tuple[str, ...] = ()
+    tokenizer: str
+    tokenizer_allow_download: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    content_format: Literal["auto", "string", "openai"] = "auto"
+    exclude_tools_when_tool_choice_none: bool = False
+    max_model_len: int | None = Field(None, ge=1)
+    engine: Literal["vllm", "sglang", "xllm"] = "vllm"
+    block_size: Annotated[int, Field(ge=1, le=65_536)] | Literal["auto"] = "auto"
+    hash_seed: int = Field(1024, ge=0, lt=1 << 64)
+    dialect: Literal["auto", "vllm", "sglang", "xllm", "mooncake"] = "auto"
+    recovery: Literal["auto", "none", "history", "snapshot"] = "auto"
+    dp: Literal["min", "target"] = "min"
+    scorer: Annotated[ScorerConfig, BeforeValidator(_scorer)] = Field(default_factory=lambda: ScorerConfig(name="car"))
+    load: LoadConfig = LoadConfig()
+    max_endpoints: int = Field(3, ge=1, le=64)
+    instances: tuple[InstanceConfig, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Pool:
+        _unique((item.name for item in self.instances), "instances", "name")
+        _unique((item.address for item in self.instances), "instances", "address")
+        _unique(self.models + self.adapters, "models and adapters", "model name")
+        for item in self.instances:
+            if self.recovery in ("history", "snapshot") and item.events and not item.replay:
+                raise ValueError(f"recovery {self.recovery} needs a replay endpoint, instance {item.name!r} has none")
+        return self
+
+
+class Config(_Node):
+    """The whole file."""
+
+    listen: Listen = Listen()
+    admin: Admin = Admin()
+    log: Log = Log()
+    headers: Headers = Headers()
+    limits: Limits = Limits()
+    events: Events = Events()
+    pools: tuple[Pool, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        _unique((pool.name for pool in self.pools), "pools", "name")
+        _unique((name for pool in self.pools for name in pool.models + pool.adapters), "pools", "model name")
+        _unique((item.name for pool in self.pools for item in pool.instances), "pools", "instance name")
+        host = self.admin.address.rpartition(":")[0].strip("[]")
+        if not (ipaddress.ip_address(host).is_loopback or self.admin.token or self.admin.allow_unauthenticated):
+            raise ValueError(
+                f"admin.address {self.admin.address} is reachable from outside: set admin.token, "
+                "or admin.allow_unauthenticated: true if the network protects it"
+            )
+        return self
+
+
+def load(path: Path) -> Config:
+    """The checked configuration of a YAML file. Raises ConfigError with every mistake found, one line each."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+    return parse(text, str(path))
+
+
+def parse(text: str, name: str = "<config>") -> Config:
+    """As `load`, from text; `name` is how messages call the file."""
+    try:
+        node = yaml.compose(text, Loader=_StrictLoader)
+        tree = yaml.load(text, Loader=_StrictLoader)  # a SafeLoader subclass
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{name}:{mark.line + 1}" if mark else name
+        raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: not valid YAML: nested too deeply") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{name}: must be a mapping with at least the key 'pools'; the file holds {_short(tree)}")
+    try:
+        return Config.model_validate(_tuples(tree))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_line(name, node, item) for item in error.errors())) from None
+
+
+def _tuples(value: Any) -> Any:
+    """Lists become tuples: strict mode takes no list for a tuple, and the tree has to be immutable."""
+    if isinstance(value, list):
+        return tuple(_tuples(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return value
+
+
+def _unique(values: Iterable[Hashable], where: str, what: str) -> None:
+    seen: set[Hashable] = set()
+    for value in values:
+        if value in seen:
+            raise ValueError(f"{where}: {what} {value!r} is given twice")
+        seen.add(value)
+
+
+_UNION_TAGS = {"int", "constrained-int", "literal['auto']", "function-after", "str"}
+
+
+def _line(name: str, root: yaml.Node | None, error: ErrorDetails) -> str:
+    """'file:line: path: what is wrong (got value)' for one pydantic error."""
+    path, node = "", root
+    for part in error["loc"]:
+        below = _child(node, part)
+        if below is None and isinstance(part, str) and (part in _UNION_TAGS or "[" in part):
+            continue  # the tag of a union member is no key of the file
+        path += f"[{part}]" if isinstance(part, int) else (f".{part}" if path else str(part))
+        node = below if below is not None else node
+    line = f":{node.start_mark.line + 1}" if node is not None else ""
+    message = _MESSAGES.get(error["type"], error["msg"]).removeprefix("Value error, ")
+    got = "" if error["type"] in ("missing", "extra_forbidden") or isinstance(error["input"], dict) else (
+        f" (got {_short(error['input'])})"
+    )
+    if isinstance(error["input"], BaseModel):
+        got = ""
+    return f"{name}{line}: {path + ': ' if path else ''}{message}{got}"
+
+
+_MESSAGES = {
+    "missing": "this key is required",
+    "extra_forbidden": "unknown key; see docs/configuration.md for the keys allowed here",
+    "tuple_type": "must be a list",
+}
+
+
+def _child(node: yaml.Node | None, part: str | int) -> yaml.Node | None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.value == str(part):
+                return value  # type: ignore[no-any-return]
+    if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+        return node.value[part]  # type: ignore[no-any-return]
+    return None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice: the first one would be lost without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
