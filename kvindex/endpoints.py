@@ -84,7 +84,7 @@ def check_endpoint(value: str, *, bind: bool = False, what: str = "endpoint") ->
 def from_pattern(pattern: str, host: str, dp_rank: int = 0, *, what: str = "endpoint") -> str:
     """The endpoint of one rank from what the engine was given: `*` -> host, port + dp_rank (vLLM, SGLang, Motor).
 
-    A pattern with a host of its own keeps it. ipc:// has no ranks. Raises ConfigurationError, also for ports over 65535.
+    A pattern with a host of its own keeps it. ipc:// has no ranks. Raises ConfigurationError (also: port over 65535).
     """
     if pattern.startswith("ipc://"):
         if dp_rank:

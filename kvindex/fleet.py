@@ -11,7 +11,6 @@ names another incarnation than the tracked one is late news of an older process 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -62,7 +61,7 @@ class StreamEndpoint:
 
     def check(self) -> None:
         """Raises ConfigurationError that names the value and the remedy."""
-        if isinstance(self.dp_rank, bool) or not isinstance(self.dp_rank, int) or not 0 <= self.dp_rank < MAX_DP_SIZE:
+        if not _is_int(self.dp_rank) or not 0 <= self.dp_rank < MAX_DP_SIZE:
             raise ConfigurationError(f"dp_rank {self.dp_rank!r} is not in 0..{MAX_DP_SIZE - 1}")
         check_endpoint(self.events, bind=self.bind, what="events endpoint")
         if self.replay is not None:
@@ -119,7 +118,7 @@ class Instance:
                 raise ConfigurationError(f"role {self.role!r} is none of {', '.join(ROLES)}")
             if self.acting not in ("", "prefill", "decode"):
                 raise ConfigurationError(f"acting role {self.acting!r} is neither prefill nor decode")
-            if isinstance(self.dp_size, bool) or not isinstance(self.dp_size, int) or not 1 <= self.dp_size <= MAX_DP_SIZE:
+            if not _is_int(self.dp_size) or not 1 <= self.dp_size <= MAX_DP_SIZE:
                 raise ConfigurationError(f"dp_size {self.dp_size!r} is not in 1..{MAX_DP_SIZE}")
             ranks: set[int] = set()
             used: set[str] = set()
@@ -168,6 +167,10 @@ def check_instances(instances: tuple[Instance, ...] | list[Instance]) -> None:
                 raise ConfigurationError(f"instances {other!r} and {instance.name!r} both have {value!r}")
 
 
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 class ChangeKind(StrEnum):
     JOINED = "joined"
     REFRESHED = "refreshed"
@@ -190,14 +193,14 @@ Listener = Callable[[FleetChange], None]
 
 
 class Fleet:
-    """The registry. Any thread may write; `snapshot()` is one attribute load and never changes once given out.
+    """The registry. One thread writes (the event loop of the discovery sources); any thread reads: `snapshot()` is one
+    attribute load and never changes once given out.
 
-    Listeners run in the writer's thread, one change at a time, after the snapshot shows it; they must be quick. One that
-    raises is logged and does not stop the others.
+    Listeners run in the writer's thread after the snapshot shows the change; they must be quick. One that raises is
+    logged and does not stop the others.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
         self._instances: Mapping[str, Instance] = MappingProxyType({})
         self._listeners: tuple[Listener, ...] = ()
 
@@ -211,36 +214,32 @@ class Fleet:
     def upsert(self, instance: Instance) -> FleetChange | None:
         """Add or replace by name. None = nothing new. Raises ConfigurationError (see `Instance.check`). O(fleet)."""
         instance.check()
-        with self._lock:
-            before = self._instances.get(instance.name)
-            if before == instance:
-                return None
-            self._instances = MappingProxyType({**self._instances, instance.name: instance})
-            if before is None:
-                kind = ChangeKind.JOINED
-            else:
-                kind = ChangeKind.REFRESHED if same_process(before, instance) else ChangeKind.REPLACED
-            return self._announce(FleetChange(kind, before, instance))
+        before = self._instances.get(instance.name)
+        if before == instance:
+            return None
+        self._instances = MappingProxyType({**self._instances, instance.name: instance})
+        if before is None:
+            kind = ChangeKind.JOINED
+        else:
+            kind = ChangeKind.REFRESHED if same_process(before, instance) else ChangeKind.REPLACED
+        return self._announce(FleetChange(kind, before, instance))
 
     def remove(self, name: str, *, incarnation: str | None = None) -> FleetChange | None:
         """Take out by name. With `incarnation`, only if that very process is the tracked one. None = nothing done."""
-        with self._lock:
-            before = self._instances.get(name)
-            if before is None or (incarnation is not None and incarnation != before.incarnation):
-                return None
-            self._instances = MappingProxyType({key: value for key, value in self._instances.items() if key != name})
-            return self._announce(FleetChange(ChangeKind.LEFT, before, None))
+        before = self._instances.get(name)
+        if before is None or (incarnation is not None and incarnation != before.incarnation):
+            return None
+        self._instances = MappingProxyType({key: value for key, value in self._instances.items() if key != name})
+        return self._announce(FleetChange(ChangeKind.LEFT, before, None))
 
     def listen(self, listener: Listener) -> Callable[[], None]:
-        """Call `listener` for every later change, after one JOINED for each present instance. Returns the way to stop."""
-        with self._lock:
-            self._listeners = (*self._listeners, listener)
-            for instance in self._instances.values():
-                self._tell(listener, FleetChange(ChangeKind.JOINED, None, instance))
+        """Call `listener` for each present instance (JOINED) and every later change. Returns the way to stop."""
+        self._listeners = (*self._listeners, listener)
+        for instance in self._instances.values():
+            self._tell(listener, FleetChange(ChangeKind.JOINED, None, instance))
 
         def stop() -> None:
-            with self._lock:
-                self._listeners = tuple(one for one in self._listeners if one is not listener)
+            self._listeners = tuple(one for one in self._listeners if one is not listener)
 
         return stop
 
