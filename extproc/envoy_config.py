@@ -62,15 +62,9 @@ ROUTING_HEADERS = (
     "x-encoder-hosts-ports",
     "x-kv-cache-source-host-port",
 )
-# What kvcar may write. The last two belong to its own error replies, which the same rule filters.
-_WRITABLE = (
-    "x-gateway-.*",
-    "x-data-parallel-rank",
-    "x-prefiller-host-port",
-    "x-kvcar-.*",
-    "content-type",
-    "retry-after",
-)
+# What kvcar may write; the second kind belongs to its own error replies, which the same rule filters.
+_WRITABLE = ("x-gateway-.*", "x-data-parallel-rank", "x-prefiller-host-port", "x-kvcar-.*")
+_REPLY_HEADERS = ("content-type", "retry-after")
 
 
 class BodyMode(StrEnum):
@@ -91,7 +85,8 @@ class EnvoyOptions:
     max_body_bytes      larger bodies get 413; keep kvcar's own receive limit above it
     message_timeout     seconds kvcar may take over one message
     fail_open           True: without kvcar requests are served by the fallback policy; False: they fail with 500
-    stripped_headers    removed from every client request, `destination_header` always among them
+    written_headers     what kvcar writes beyond the usual names (a renamed rank or prefill header)
+    stripped_headers    removed from every client request, together with the two above
     max_requests        circuit breaker of both clusters, requests in flight
     access_log          path, None = no access log
 
@@ -109,6 +104,7 @@ class EnvoyOptions:
     max_message_timeout: float = 10.0
     fail_open: bool = True
     destination_header: str = DESTINATION
+    written_headers: tuple[str, ...] = ()
     stripped_headers: tuple[str, ...] = ROUTING_HEADERS
     engine_health_path: str = "/health"
     max_requests: int = 100_000
@@ -127,6 +123,7 @@ class EnvoyOptions:
                     split_address(address, option=option)
         for option, headers in (
             ("destination_header", (self.destination_header,)),
+            ("written_headers", self.written_headers),
             ("stripped_headers", self.stripped_headers),
         ):
             for header in headers:
@@ -164,7 +161,7 @@ def options_for(config: Config, *, pool: str | None = None, **overrides: Any) ->
         "max_body_bytes": config.limits.max_body_bytes,
         "message_timeout": max(2.0, 2 * config.limits.decide_timeout_ms / 1000),
         "destination_header": headers.destination,
-        "stripped_headers": (headers.destination, *ROUTING_HEADERS, headers.rank, headers.prefill),
+        "written_headers": (headers.rank, headers.prefill),
     }
     if overrides.get("engines_file") is None:
         values["engines"] = tuple(item.address for item in chosen.instances)
@@ -320,8 +317,9 @@ def ext_proc_filter(options: EnvoyOptions) -> hcm.HttpFilter:
         response_trailer_mode=send.SEND,
     )
     writable: tuple[str, ...] = _WRITABLE
-    if not re.fullmatch("|".join(_WRITABLE), options.destination_header):
-        writable = (re.escape(options.destination_header), *writable)
+    for header in (options.destination_header, *options.written_headers):
+        if not re.fullmatch("|".join(writable), header):
+            writable = (*writable, re.escape(header))
     if options.body_mode is BodyMode.FULL_DUPLEX:
         mode.request_body_mode = mode.response_body_mode = body.FULL_DUPLEX_STREAMED
         mode.request_trailer_mode = send.SEND
@@ -385,7 +383,7 @@ def routes(options: EnvoyOptions) -> list[route.Route]:
 
 def early_header_mutation(options: EnvoyOptions) -> core.TypedExtensionConfig:
     """Removes the routing headers from client requests before any filter or route reads them."""
-    headers = dict.fromkeys((options.destination_header, *options.stripped_headers))
+    headers = dict.fromkeys((options.destination_header, *options.stripped_headers, *options.written_headers))
     config = early_mutation.HeaderMutation(mutations=[mutation_rules.HeaderMutation(remove=name) for name in headers])
     return core.TypedExtensionConfig(
         name="envoy.http.early_header_mutation.header_mutation", typed_config=Packed.pack(config)

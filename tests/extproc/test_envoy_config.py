@@ -27,7 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fail closed, no admin, no log": {"engines": ENGINES, "fail_open": False, "admin": None, "access_log": None},
     "two kvcar, by name": {"engines": ("engine:8000",), "ext_proc": ("kvcar-0.kvcar:9002", "kvcar-1.kvcar:9002")},
     "ipv6": {"engines": ("[::1]:8000",), "ext_proc": ("[::1]:9002",), "listen": "[::]:10000"},
-    "own headers": {"engines": ENGINES, "destination_header": "x-engine", "stripped_headers": ("x-rank",)},
+    "own headers": {"engines": ENGINES, "destination_header": "x-engine", "written_headers": ("x.rank",)},
 }
 
 
@@ -118,6 +118,7 @@ pools:
     text = render(options)
     for header in ("x-engine", "x-rank", DESTINATION):
         assert f"{{remove: {header}}}" in text
+    assert r"x-kvcar-.*|x\-engine|x\-rank|content-type" in text
     with pytest.raises(ValueError, match="name one of a, b"):
         options_for(config)
     with pytest.raises(ValueError, match="'c' is not configured"):
