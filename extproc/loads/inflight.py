@@ -1,0 +1,221 @@
+"""Our own requests in flight, per instance (or rank): a load source that needs no report, and what token-based scorers
+read. Lives in memory only, so a restart of kvcar starts from 0.
+
+    decision                +1 request, + prompt tokens, + uncached tokens     `InFlight.charge`
+    another served host     all of it moves there                              `Charge.moved`
+    first response byte     prefill is done: tokens of prefill released        `Charge.first_byte`
+    end, for any reason     the rest released                                  `Charge.close`
+
+Each step counts once, whatever the order of calls. An instance that is removed or restarts takes its counters along:
+later releases reach the old object. Prefill rates are learnt from requests that met an empty queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from extproc.scorers.base import Load
+
+
+class Addressed(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def incarnation(self) -> object: ...
+
+
+@dataclass(slots=True, eq=False)
+class Counters:
+    """One candidate's part. Never below 0. `squares`: of the waiting requests' prompt tokens."""
+
+    instance: str
+    requests: int = 0
+    waiting_requests: int = 0
+    prompt_tokens: int = 0
+    waiting_prompt_tokens: int = 0
+    waiting_squares: int = 0
+    uncached_tokens: float = 0.0
+    open: dict[Charge, float] = field(default_factory=dict)
+    rate_tokens: float = 0.0
+    rate_seconds: float = 0.0
+
+    @property
+    def rate(self) -> float | None:
+        """Learnt prefill rate in tokens per second, None = nothing learnt."""
+        return self.rate_tokens / self.rate_seconds if self.rate_seconds > 0 else None
+
+
+class Charge:
+    """One request's part of one instance's counters. Every method may be called late, twice or never but `close`."""
+
+    __slots__ = ("_counters", "_lone", "_owner", "_prefill_only", "_rank", "_start", "prompt", "uncached", "waiting")
+
+    def __init__(
+        self,
+        owner: InFlight,
+        counters: Counters,
+        rank: int | None,
+        prompt: int,
+        uncached: float,
+        now: float,
+        prefill_only: bool,
+    ):
+        self._owner = owner
+        self._counters: Counters | None = None
+        self._rank = rank
+        self._start = now
+        self._lone = counters.waiting_requests == 0
+        self._prefill_only = prefill_only
+        self.prompt = prompt
+        self.uncached = uncached
+        self.waiting = True
+        self._enter(counters, now)
+
+    @property
+    def instance(self) -> str | None:
+        """Where the request counts now, None = nowhere (closed, or served by a host we do not know)."""
+        return self._counters.instance if self._counters is not None else None
+
+    def moved(self, address: str, now: float = 0.0) -> None:
+        """Another host served it than was chosen: everything moves there (to nowhere if nobody has that address)."""
+        counters = self._counters
+        if counters is None:
+            return
+        name = self._owner.by_address.get(address)
+        if name == counters.instance:
+            return
+        self._leave(counters)
+        self._lone = False
+        if name is not None:
+            self._enter(self._owner.counters_of(name, self._rank), now)
+
+    def first_byte(self, now: float | None = None) -> None:
+        """The first byte of the response body came: the prefill is done. With `now`, the prefill rate is learnt."""
+        counters = self._counters
+        if counters is None or not self.waiting:
+            return
+        if self._prefill_only:
+            self._leave(counters)
+        else:
+            self._release_prefill(counters)
+        self.waiting = False
+        if now is not None and self._lone and now > self._start:
+            self._owner.learn(counters, self.uncached, now - self._start)
+
+    def close(self) -> None:
+        """The exchange is over, for whatever reason."""
+        if self._counters is not None:
+            self._leave(self._counters)
+
+    def _enter(self, counters: Counters, now: float) -> None:
+        counters.requests += 1
+        counters.prompt_tokens += self.prompt
+        if self.waiting:
+            counters.waiting_requests += 1
+            counters.waiting_prompt_tokens += self.prompt
+            counters.waiting_squares += self.prompt * self.prompt
+            counters.uncached_tokens += self.uncached
+        counters.open[self] = now
+        self._counters = counters
+
+    def _leave(self, counters: Counters) -> None:
+        if self.waiting:
+            self._release_prefill(counters)
+        counters.requests -= 1
+        counters.prompt_tokens -= self.prompt
+        del counters.open[self]
+        self._counters = None
+
+    def _release_prefill(self, counters: Counters) -> None:
+        counters.waiting_requests -= 1
+        counters.waiting_prompt_tokens -= self.prompt
+        counters.waiting_squares -= self.prompt * self.prompt
+        # Float sums drift; an empty queue is exactly 0.
+        counters.uncached_tokens = counters.uncached_tokens - self.uncached if counters.waiting_requests else 0.0
+
+
+class InFlight:
+    """All counters. Used from one thread (the event loop).
+
+    rate_memory  how many requests the learnt prefill rate remembers (it forgets exponentially)
+    rate_floor   requests with fewer uncached tokens teach nothing: their time is overhead
+    """
+
+    def __init__(self, *, rate_memory: float = 20.0, rate_floor: int = 64):
+        self._keep = 1.0 - 1.0 / max(1.0, rate_memory)
+        self._floor = rate_floor
+        self._counters: dict[str, Counters] = {}
+        self._incarnations: dict[str, object] = {}
+        self.by_address: Mapping[str, str] = {}
+
+    def charge(
+        self,
+        instance: str,
+        prompt_tokens: int,
+        uncached_tokens: float,
+        now: float = 0.0,
+        *,
+        rank: int | None = None,
+        prefill_only: bool = False,
+    ) -> Charge:
+        """Counts one decision. `rank`: count at that rank; `prefill_only`: a P/D prefill, over with the first byte."""
+        prompt, uncached = max(0, prompt_tokens), max(0.0, uncached_tokens)
+        return Charge(self, self.counters_of(instance, rank), rank, prompt, uncached, now, prefill_only)
+
+    def counters_of(self, instance: str, rank: int | None = None) -> Counters:
+        """The counters to write to, made when missing."""
+        key = instance if rank is None else f"{instance}/{rank}"
+        counters = self._counters.get(key)
+        if counters is None:
+            counters = self._counters[key] = Counters(instance)
+        return counters
+
+    def find(self, candidate: str) -> Counters | None:
+        """The counters of a candidate by its name ("name" or "name/rank"), None = never charged. O(1)."""
+        return self._counters.get(candidate)
+
+    def get(self, name: str, now: float, rank: int | None = None) -> Load:
+        """As a load source: waiting = without a first byte, running = the others. Always fresh."""
+        counters = self._counters.get(name if rank is None else f"{name}/{rank}")
+        if counters is None:
+            return _IDLE
+        waiting = counters.waiting_requests
+        return Load(waiting, counters.requests - waiting)
+
+    def sent_since(self, candidate: str, at: float) -> int:
+        """Unfinished requests that went to a candidate after `at`. O(answer)."""
+        counters = self._counters.get(candidate)
+        count = 0
+        for entered in reversed(counters.open.values()) if counters else ():
+            if entered <= at:
+                break
+            count += 1
+        return count
+
+    def update(self, instances: Iterable[Addressed]) -> None:
+        """The instances as discovery has them now: who is gone or has a new incarnation loses its counters."""
+        known = {instance.name: instance for instance in instances}
+        self.by_address = {instance.address: instance.name for instance in known.values()}
+        for key, counters in list(self._counters.items()):
+            name = counters.instance
+            was = self._incarnations.get(name)
+            if name not in known or (name in self._incarnations and known[name].incarnation != was):
+                del self._counters[key]
+        self._incarnations = {name: instance.incarnation for name, instance in known.items()}
+
+    def learn(self, counters: Counters, uncached: float, seconds: float) -> None:
+        """Takes one observed prefill into the candidate's rate, weighted by its tokens."""
+        if uncached >= self._floor:
+            counters.rate_tokens = counters.rate_tokens * self._keep + uncached
+            counters.rate_seconds = counters.rate_seconds * self._keep + seconds
+
+    def total(self) -> int:
+        """Requests in flight over all instances that are still known."""
+        return sum(counters.requests for counters in self._counters.values())
+
+
+_IDLE = Load(0.0, 0.0)
