@@ -2,7 +2,7 @@
 
 Unknown keys, wrong types, impossible values and values that contradict each other are errors that name the file, the
 line, the path of the key, the value and what is allowed. Every key has a default, a unit and a line in
-docs/configuration.md (a test compares the two).
+extproc/example.yaml, printed by `kvcar example-config` (a test compares).
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ def _line(name: str, root: yaml.Node | None, error: ErrorDetails) -> str:
 
 _MESSAGES = {
     "missing": "this key is required",
-    "extra_forbidden": "unknown key; see docs/configuration.md for the keys allowed here",
+    "extra_forbidden": "unknown key; `kvcar example-config` prints every key",
     "tuple_type": "must be a list",
 }
 

@@ -82,6 +82,9 @@ class Metrics:
         self.failover = Counter(
             "kvcar_served_elsewhere", "Answers that came from another instance than the one chosen first (retry or fallback).",
             ["pool"], registry=self.registry)
+        self.faults = Counter(
+            "kvcar_faults", "Faults of our own (decider, ticket, encode) or of a peer's bytes (malformed, unknown), by place.",
+            ["where"], registry=self.registry)
         self.stage = {stage: self.seconds.labels(stage) for stage in STAGES}
 
     def add(self, family: Family) -> None:

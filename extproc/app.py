@@ -1,0 +1,440 @@
+"""Builds a running kvcar out of a configuration and takes it down again. The only place where everything meets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from extproc import __version__
+from extproc.admin.server import AdminServer, make_app
+from extproc.config import Config, ConfigError, InstanceConfig
+from extproc.config import Pool as PoolConfig
+from extproc.decider import PoolDecider
+from extproc.decisions import DecisionLog
+from extproc.loads import build_source
+from extproc.metrics import Family, Metrics, Sample
+from extproc.pool import Pool
+from extproc.prompt import Prompter, PrompterOptions, TokenizerError
+from extproc.router import Router
+from extproc.scorers import build as build_scorer
+from extproc.server import ExtProcServer, ServerOptions
+from extproc.session_rules import SessionOptions
+from kvindex.directory import Directory, StreamReport
+from kvindex.errors import ConfigurationError
+from kvindex.fleet import Fleet, Instance, StreamEndpoint
+from kvindex.discovery.static import rank_endpoint
+from kvindex.sync import SyncLimits
+from kvindex.transport import EventTransport, TransportOptions, from_environment
+
+log = logging.getLogger(__name__)
+
+
+def instance_of(pool: PoolConfig, given: InstanceConfig) -> Instance:
+    """The registry's form of a configured instance. Raises ConfigurationError that names instance, value and remedy."""
+    streams = tuple(
+        StreamEndpoint(
+            dp_rank=rank,
+            events=rank_endpoint(given.events, rank),
+            replay=rank_endpoint(given.replay, rank) if given.replay else None,
+            topic=given.topic,
+            dialect=pool.dialect,
+            recovery=None if pool.recovery == "auto" else pool.recovery,
+            bind=given.bind,
+        )
+        for rank in range(given.dp_size)
+        if given.events
+    )
+    instance = Instance(
+        name=given.name,
+        address=given.address,
+        pool=pool.name,
+        role=given.role,
+        dp_size=given.dp_size,
+        incarnation="static",
+        events=streams,
+        model=pool.models[0],
+    )
+    instance.check()
+    return instance
+
+
+def instances_of(config: Config) -> list[Instance]:
+    """Every configured instance, checked against the others. Raises ConfigError."""
+    found: list[Instance] = []
+    owner: dict[str, str] = {}
+    for pool in config.pools:
+        for given in pool.instances:
+            try:
+                instance = instance_of(pool, given)
+            except ConfigurationError as error:
+                raise ConfigError(f"pools.{pool.name}: {error}") from None
+            for stream in instance.events:
+                for endpoint in filter(None, (stream.events, stream.replay)):
+                    other = owner.setdefault(endpoint, instance.name)
+                    if other != instance.name:
+                        raise ConfigError(
+                            f"pools.{pool.name}: instances {other!r} and {instance.name!r} both have {endpoint}: "
+                            "every rank of every instance has a port of its own"
+                        )
+            found.append(instance)
+    return found
+
+
+def prompter_options(pool: PoolConfig, config: Config) -> PrompterOptions:
+    """What a pool's prompter is built from."""
+    limits = config.limits
+    return PrompterOptions(
+        tokenizer=pool.tokenizer,
+        allow_download=pool.tokenizer_allow_download,
+        chat_template=Path(pool.chat_template).read_text("utf-8") if pool.chat_template else None,
+        default_chat_template_kwargs=dict(pool.chat_template_kwargs),
+        content_format=pool.content_format,
+        exclude_tools_when_tool_choice_none=pool.exclude_tools_when_tool_choice_none,
+        max_model_len=pool.max_model_len,
+        models=pool.models,
+        adapters=pool.adapters,
+        engine=pool.engine,
+        timeout=limits.tokenize_timeout_ms / 1000,
+        threads=limits.tokenizer_threads,
+        cache_bytes=limits.token_cache_bytes,
+    )
+
+
+def check_files(config: Config, name: str = "config") -> None:
+    """Files that the configuration names exist. Raises ConfigError that names the key, the path and the remedy."""
+    for index, pool in enumerate(config.pools):
+        where = f"{name}: pools[{index}]"
+        looks_local = pool.tokenizer.startswith(("/", "./", "../", "~")) or Path(pool.tokenizer).exists()
+        if looks_local:
+            found = Path(pool.tokenizer).expanduser()
+            if not (found / "tokenizer.json").is_file() and not found.is_file():
+                raise ConfigError(
+                    f"{where}.tokenizer: {pool.tokenizer!r} has no tokenizer.json; give the model's directory or a hub id"
+                )
+        if pool.chat_template and not Path(pool.chat_template).is_file():
+            raise ConfigError(f"{where}.chat_template: {pool.chat_template!r} is no readable file")
+
+
+class App:
+    """One kvcar process: `start`, then `wait` (until SIGTERM or SIGINT), then `stop`. Made and run in the event loop.
+
+    Raises ConfigError from the constructor for what the file alone cannot show (endpoints, duplicates).
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.started = time.time()
+        self.metrics_registry = Metrics(__version__)
+        self.decision_log = DecisionLog()
+        self.fleet = Fleet()
+        events = config.events
+        options, limits = from_environment(
+            TransportOptions(
+                max_replays=events.max_replays,
+                reconnect_initial=events.reconnect_initial_ms / 1000,
+                reconnect_max=max(events.reconnect_initial_ms, events.reconnect_max_ms) / 1000,
+            ),
+            SyncLimits(
+                max_message_bytes=events.max_message_bytes,
+                max_buffered_bytes=events.max_buffered_bytes,
+                replay_timeout=events.replay_timeout_ms / 1000,
+                resync_interval=events.resync_interval_ms / 1000,
+                attempts=events.replay_attempts,
+                backoff_initial=events.backoff_initial_ms / 1000,
+                backoff_max=events.backoff_max_ms / 1000,
+            ),
+        )
+        self.transport = EventTransport(options)
+        self.pools = [self._pool(pool, limits) for pool in config.pools]
+        for instance in instances_of(config):
+            self.fleet.upsert(instance)
+        self.decider = PoolDecider(
+            self.pools,
+            self.metrics_registry,
+            self.decision_log,
+            max_body_bytes=config.limits.max_body_bytes,
+        )
+        self._sources = [source for pool in self.pools if (source := getattr(pool.loads, "run", None)) is not None]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._server: ExtProcServer | None = None
+        self._admin: AdminServer | None = None
+        self._stop = asyncio.Event()
+        self._serving = False
+        self._families()
+
+    def _pool(self, pool: PoolConfig, limits: SyncLimits) -> Pool:
+        events = self.config.events
+        directory = Directory(
+            self.transport,
+            pool=pool.name,
+            block_size=None if pool.block_size == "auto" else pool.block_size,
+            seed=pool.hash_seed,
+            max_streams=events.max_streams,
+            max_blocks=events.max_blocks_per_stream,
+            max_unanchored=events.max_unanchored_blocks,
+            limits=limits,
+        )
+        directory.attach(self.fleet)
+        scorer = build_scorer(pool.scorer.name, **pool.scorer.parameters)
+        router = Router(
+            scorer, max_endpoints=pool.max_endpoints, dp=pool.dp, rank_header=self.config.headers.rank
+        )
+        prompter = None
+        try:
+            prompter = Prompter.load(prompter_options(pool, self.config))
+        except (TokenizerError, OSError) as error:
+            log.error(
+                "pool %s: the tokenizer %r cannot be loaded: %s. Every request of this pool passes unscored "
+                "(reason no_tokenizer) until kvcar is restarted with a tokenizer that loads.",
+                pool.name, pool.tokenizer, error,
+            )
+        loads = build_source(
+            pool.load.source,
+            fleet=self.fleet,
+            pool=pool.name,
+            interval=pool.load.interval_ms / 1000,
+            stale_after=pool.load.stale_after_ms / 1000,
+            urls={given.name: given.metrics or f"http://{given.address}{pool.load.path}" for given in pool.instances},
+        )
+        return Pool(
+            pool.name,
+            (*pool.models, *pool.adapters),
+            prompter=prompter,
+            directory=directory,
+            fleet=self.fleet,
+            router=router,
+            scorer_name=pool.scorer.name,
+            loads=loads,
+        )
+
+    # -- life
+
+    async def start(self) -> dict[str, Any]:
+        """Binds both ports and follows the engines. Returns {"ext_proc": "ip:port", "admin": "ip:port"}.
+
+        Raises OSError that names the address which cannot be bound.
+        """
+        config = self.config
+        self.transport.start()
+        self._tasks = [asyncio.create_task(run()) for run in self._sources]
+        limits, headers = config.limits, config.headers
+        tls = config.listen.tls
+        self._server = ExtProcServer(
+            self.decider,
+            ServerOptions(
+                address=config.listen.address,
+                decide_timeout=limits.decide_timeout_ms / 1000,
+                cert=tls.cert if tls else None,
+                key=tls.key if tls else None,
+                client_ca=tls.client_ca if tls else None,
+            ),
+            SessionOptions(
+                destination_header=headers.destination,
+                strip_headers=(headers.rank, headers.prefill),
+                max_body_bytes=limits.max_body_bytes,
+            ),
+            observer=self.decider,
+        )
+        host, _, port = config.admin.address.rpartition(":")
+        self._admin = AdminServer(make_app(self, token=config.admin.token), host.strip("[]"), int(port))
+        admin_port = await self._admin.start()
+        ext_proc_port = await self._server.start()
+        self._serving = True
+        return {
+            "ext_proc": f"{config.listen.address.rpartition(':')[0]}:{ext_proc_port}",
+            "admin": f"{host}:{admin_port}",
+        }
+
+    def request_stop(self) -> None:
+        self._stop.set()
+
+    async def wait(self) -> None:
+        """Until `request_stop` or a signal."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.request_stop)
+        await self._stop.wait()
+
+    async def stop(self) -> None:
+        """Drain: health says NOT_SERVING, running exchanges finish within the grace, then everything closes."""
+        self._serving = False
+        listen = self.config.listen
+        if self._server is not None:
+            log.info("draining: %d requests in flight", sum(pool.inflight.total() for pool in self.pools))
+            await self._server.drain(listen.drain_wait_ms / 1000, listen.drain_grace_ms / 1000)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._admin is not None:
+            await self._admin.stop()
+        await asyncio.to_thread(self.transport.stop)
+
+    # -- what the admin port shows (extproc.admin.server.Source)
+
+    def readiness(self) -> tuple[bool, Mapping[str, Any]]:
+        detail = {
+            pool.name: {
+                "tokenizer": pool.prompter is not None,
+                "streams": len(reports := pool.directory.status()),
+                "synchronized": sum(report.synchronized for report in reports),
+            }
+            for pool in self.pools
+        }
+        return self._serving and self.transport.alive, {"pools": detail}
+
+    def status(self) -> Mapping[str, Any]:
+        return {
+            "version": __version__,
+            "uptime_seconds": round(time.time() - self.started, 1),
+            "serving": self._serving,
+            "pools": [self._pool_status(pool) for pool in self.pools],
+        }
+
+    def _pool_status(self, pool: Pool) -> Mapping[str, Any]:
+        now = time.monotonic()
+        return {
+            "name": pool.name,
+            "models": pool.models,
+            "scorer": pool.scorer_name,
+            "tokenizer_loaded": pool.prompter is not None,
+            "block_size": pool.directory.block_size,
+            "instances": [
+                {
+                    "name": one.name,
+                    "address": one.address,
+                    "role": one.current_role,
+                    "state": str(one.state),
+                    "in_flight": getattr(pool.inflight.find(one.name), "requests", 0),
+                    "load": load._asdict() if (load := pool.loads.get(one.name, now)) is not None else None,
+                }
+                for one in pool.instances
+            ],
+            "streams": [stream_dict(report) for report in pool.directory.status()],
+        }
+
+    def streams(self) -> list[Mapping[str, Any]]:
+        return [
+            {"pool": pool.name, **stream_dict(report)} for pool in self.pools for report in pool.directory.status()
+        ]
+
+    def decisions(
+        self, limit: int, pool: str | None, reason: str | None, request_id: str | None
+    ) -> list[Mapping[str, Any]]:
+        found = self.decision_log.latest(limit, pool=pool, reason=reason, request_id=request_id)
+        return [record.as_dict() for record in found]
+
+    def metrics(self, accept: str) -> tuple[bytes, str]:
+        return self.metrics_registry.render(accept)
+
+    def _families(self) -> None:
+        """Metrics whose values live in the pools, read at scrape time."""
+        add = self.metrics_registry.add
+        stream = ("pool", "instance", "dp_rank")
+
+        def reports() -> Iterator[tuple[tuple[str, ...], StreamReport]]:
+            for pool in self.pools:
+                for report in pool.directory.status():
+                    yield (pool.name, report.instance, str(report.dp_rank)), report
+
+        def over(value: Any) -> Any:
+            return lambda: (Sample(labels, value(report)) for labels, report in reports())
+
+        def counted(name: str) -> Any:
+            return lambda: (
+                Sample(labels, getattr(report.status, name)) for labels, report in reports() if report.status is not None
+            )
+
+        def blocks() -> Iterator[Sample]:
+            for labels, report in reports():
+                if report.status is not None:
+                    for tier in ("device", "host", "disk"):
+                        yield Sample((*labels, tier), getattr(report.status.blocks, tier))
+
+        def skipped() -> Iterator[Sample]:
+            for labels, report in reports():
+                if report.status is not None:
+                    for reason, count in report.status.skipped.items():
+                        yield Sample((*labels, reason), count)
+
+        def in_flight(field: str) -> Any:
+            return lambda: (
+                Sample((pool.name, one.name), getattr(pool.inflight.find(one.name), field, 0))
+                for pool in self.pools
+                for one in pool.instances
+            )
+
+        add(Family("kvcar_stream_connected", "1 while the events connection is up.", stream, over(lambda r: r.link.connected)))
+        add(Family("kvcar_stream_synchronized", "1 while hits of this stream count.", stream, over(lambda r: r.synchronized)))
+        add(Family("kvcar_stream_complete", "1 while the view is the engine's whole truth.", stream, over(lambda r: r.complete)))
+        add(Family("kvcar_stream_sequence", "Sequence of the last applied message, -1 before the first.", stream,
+                   over(lambda r: -1 if r.sequence is None else r.sequence)))
+        add(Family("kvcar_stream_blocks", "Resident blocks by tier.", (*stream, "tier"), blocks))
+        add(Family("kvcar_stream_events_skipped", "Events not taken over, by reason.", (*stream, "reason"), skipped, counter=True))
+        for name, text in (
+            ("batches", "Messages applied."),
+            ("gaps", "Missing sequence numbers noticed."),
+            ("restarts", "Engine restarts noticed."),
+            ("replays", "Replays and snapshots asked for."),
+            ("replay_failures", "Replays and snapshots that failed."),
+            ("duplicates", "Messages received twice."),
+            ("rebuilds", "Times the view was dropped and built anew."),
+        ):
+            add(Family(f"kvcar_stream_{name}", text, stream, counted(name), counter=True))
+        add(Family("kvcar_inflight_requests", "Requests sent and not finished.", ("pool", "instance"), in_flight("requests")))
+        add(Family("kvcar_inflight_waiting_requests", "Of those, without a response yet.", ("pool", "instance"),
+                   in_flight("waiting_requests")))
+        add(Family("kvcar_inflight_uncached_tokens", "Uncached prompt tokens of the waiting ones.", ("pool", "instance"),
+                   in_flight("uncached_tokens")))
+        add(Family("kvcar_instances", "Instances known, by pool.", ("pool",),
+                   lambda: (Sample((pool.name,), len(pool.instances)) for pool in self.pools)))
+
+
+def stream_dict(report: StreamReport) -> dict[str, Any]:
+    """One stream for JSON."""
+    status = report.status
+    return {
+        "instance": report.instance,
+        "dp_rank": report.dp_rank,
+        "endpoint": report.endpoint,
+        "replay": report.replay,
+        "dialect": report.dialect,
+        "state": str(report.state),
+        "connected": report.link.connected,
+        "synchronized": report.synchronized,
+        "complete": report.complete,
+        "sequence": report.sequence,
+        "error": report.error or report.link.error,
+        "event_age_seconds": round(report.event_age, 3) if report.event_age is not None else None,
+        "blocks": status.blocks._asdict() if status is not None else None,
+    }
+
+
+async def serve(config: Config, *, announce: Any = None) -> None:
+    """Runs until SIGTERM or SIGINT. `announce` is called with the bound addresses once both ports answer."""
+    app = App(config)
+    try:
+        addresses = await app.start()
+        log.info("kvcar %s serves ext_proc on %s, admin on %s", __version__, addresses["ext_proc"], addresses["admin"])
+        if announce is not None:
+            announce(addresses)
+        await app.wait()
+    finally:
+        await app.stop()
+
+
+def run(config: Config, *, announce: Any = None) -> None:
+    """`serve` in a new event loop, uvloop's where there is one."""
+    # Threads that hold the interpreter for its default 5 ms would show in every request's p99 (performance.md).
+    sys.setswitchinterval(0.0005)
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(serve(config, announce=announce))
+    else:
+        uvloop.run(serve(config, announce=announce))

@@ -1,0 +1,153 @@
+"""The `kvcar` command. Every sub-command imports what it needs itself, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from extproc import __version__
+
+CONFIG = click.option(
+    "-c", "--config", "config_path", required=True, type=click.Path(path_type=Path), help="Configuration file (YAML)."
+)
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
+    """One clear message on stderr, and an exit status that scripts can tell: 2 = your input, 1 = something else."""
+    for line in message.splitlines():
+        click.echo(f"kvcar: {line}", err=True)
+    sys.exit(code)
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line, for log collectors."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "ts": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def set_up_logs(level: str, form: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    plain = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    handler.setFormatter(JsonLines() if form == "json" else plain)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for noisy in ("transformers", "asyncio", "aiohttp", "grpc", "httpx", "urllib3", "huggingface_hub"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def read_config(path: Path) -> Any:
+    from extproc import config
+
+    try:
+        return config.load(path)
+    except config.ConfigError as error:
+        fail(str(error))
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="kvcar")
+def main() -> None:
+    """KV-cache-aware routing for Envoy.
+
+    An ext_proc server that sends each LLM request to the engine that already holds its prefix.
+    Start with `kvcar example-config`, then `kvcar check`, `kvcar envoy-config` and `kvcar serve`.
+    """
+
+
+@main.command()
+@CONFIG
+@click.option("--print-ports", is_flag=True, help="Print one JSON line with the bound addresses on stdout when ready.")
+def serve(config_path: Path, print_ports: bool) -> None:
+    """Run the ext_proc server until SIGTERM or SIGINT (then it drains)."""
+    from extproc import app
+    from extproc.config import ConfigError
+    from kvindex.errors import ConfigurationError
+
+    config = read_config(config_path)
+    set_up_logs(config.log.level, config.log.format)
+
+    def announce(addresses: dict[str, Any]) -> None:
+        if print_ports:
+            click.echo(json.dumps({"ready": True, **addresses}))
+            sys.stdout.flush()
+
+    try:
+        app.check_files(config, str(config_path))
+        app.run(config, announce=announce)
+    except (ConfigError, ConfigurationError) as error:
+        fail(str(error))
+    except OSError as error:
+        fail(str(error), 1)
+
+
+@main.command()
+@CONFIG
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+def check(config_path: Path, as_json: bool) -> None:
+    """Validate a configuration and print what would be watched. Exit status 2 when it cannot be used."""
+    from extproc import app
+    from extproc.config import ConfigError
+
+    config = read_config(config_path)
+    try:
+        app.check_files(config, str(config_path))
+        instances = app.instances_of(config)
+    except ConfigError as error:
+        fail(str(error))
+    if as_json:
+        click.echo(
+            json.dumps(
+                {
+                    "pools": [pool.name for pool in config.pools],
+                    "streams": [
+                        {"pool": one.pool, "instance": one.name, "dp_rank": stream.dp_rank, "events": stream.events,
+                         "replay": stream.replay, "topic": stream.topic, "dialect": stream.dialect}
+                        for one in instances
+                        for stream in one.events
+                    ],
+                }
+            )
+        )
+        return
+    click.echo(f"{config_path}: valid")
+    click.echo(f"ext_proc on {config.listen.address}, admin on {config.admin.address}")
+    for pool in config.pools:
+        mine = [one for one in instances if one.pool == pool.name]
+        click.echo(
+            f"\npool {pool.name}: models {', '.join(pool.models + pool.adapters)}; scorer {pool.scorer.name}; "
+            f"block size {pool.block_size}; load {pool.load.source}; tokenizer {pool.tokenizer}"
+        )
+        for one in mine:
+            click.echo(f"  {one.name}  {one.address}  role {one.role}")
+            for stream in one.events:
+                replay = f"replay {stream.replay}" if stream.replay else "no replay: older blocks stay unknown after a start"
+                click.echo(f"    rank {stream.dp_rank}  events {stream.events}  topic {stream.topic!r}  {replay}")
+            if not one.events:
+                click.echo("    no events endpoint: routed by load alone")
+        if not mine:
+            click.echo("  no static instances")
+
+
+@main.command("example-config")
+def example_config() -> None:
+    """Print a complete, commented configuration."""
+    from importlib.resources import files
+
+    click.echo(files("extproc").joinpath("example.yaml").read_text("utf-8"), nl=False)
+
+
+if __name__ == "__main__":
+    main(prog_name="kvcar")

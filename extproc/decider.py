@@ -1,0 +1,175 @@
+"""Decides one request: body -> pool -> tokens -> who holds them -> who gets it. What the ext_proc server asks.
+
+Never blocks and never refuses: whatever cannot be scored passes with a reason, counted once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from extproc.decisions import DecisionLog, Record
+from extproc.messages import HttpRequest, Outcome
+from extproc.metrics import Metrics
+from extproc.openai import DEFAULT_ROUTES, Routes, parse_body
+from extproc.pool import Pool
+from extproc.reasons import Reason, Unscored
+from extproc.router import Ticket
+from extproc.session_rules import Observer
+
+log = logging.getLogger(__name__)
+
+SUBSET = ("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset")
+"""Namespace and key under which a gateway limits the choice (Gateway API Inference Extension, proposal 004)."""
+
+
+class Follow:
+    """Follows one decided request: moves its load to the host that really serves it, releases it, records the answer."""
+
+    __slots__ = ("_clock", "_metrics", "_pool", "_record", "_ticket")
+
+    def __init__(self, ticket: Ticket, record: Record, pool: Pool, metrics: Metrics, clock: Callable[[], float]) -> None:
+        self._ticket = ticket
+        self._record = record
+        self._pool = pool
+        self._metrics = metrics
+        self._clock = clock
+
+    def on_response_headers(self, status: int | None, served: str | None) -> None:
+        self._record.status = status
+        if served:
+            self._record.served = served
+            decision = self._record.decision
+            if decision is not None and decision.destinations and decision.destinations[0] != served:
+                self._ticket.moved(served, self._clock())
+                self._metrics.failover.labels(self._pool.name).inc()
+
+    def on_first_byte(self) -> None:
+        self._ticket.first_byte(self._clock() if self._record.status == 200 else None)
+
+    def on_usage(self, cached_tokens: int | None, prompt_tokens: int | None) -> None:
+        if cached_tokens is not None:
+            self._record.cached_tokens = cached_tokens
+            self._metrics.hit_tokens.labels(self._pool.name, "delivered").inc(cached_tokens)
+
+    def close(self) -> None:
+        self._ticket.close()
+
+
+class PoolDecider(Observer):
+    """The decider of a server with these pools; also counts what sessions pass on without asking.
+
+    Model names are unique over all pools. A body without a model goes to the only pool, if there is one.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[Pool],
+        metrics: Metrics,
+        decisions: DecisionLog,
+        *,
+        routes: Routes = DEFAULT_ROUTES,
+        max_body_bytes: int = 32 << 20,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pools = tuple(pools)
+        self._by_model: Mapping[str, Pool] = {name: pool for pool in pools for name in pool.models}
+        self._only = self.pools[0] if len(self.pools) == 1 else None
+        self._metrics = metrics
+        self._decisions = decisions
+        self._routes = routes
+        self._max_body = max_body_bytes
+        self._clock = clock
+
+    async def decide(self, request: HttpRequest) -> Outcome:
+        """See `extproc.messages.Decider`."""
+        clock = self._clock
+        started = clock()
+        headers = request.headers
+        record = Record(time.time(), headers.get("x-request-id", ""), request.path.partition("?")[0])
+        body = parse_body(
+            request.path, headers, request.body, method=request.method, routes=self._routes, max_bytes=self._max_body
+        )
+        if isinstance(body, Unscored):
+            return self._pass(record, body, None, started)
+        pool = self._by_model.get(body.model) if body.model is not None else self._only
+        record.model = body.model or ""
+        if pool is None:
+            return self._pass(record, Unscored(Reason.MODEL, "no pool serves this model name"), None, started)
+        record.pool, record.scorer = pool.name, pool.scorer_name
+        prompt = await pool.tokens(body)
+        encoded = clock()
+        record.tokenize_seconds = encoded - started
+        if isinstance(prompt, Unscored):
+            return self._pass(record, prompt, pool, started)
+        match = pool.match(prompt)
+        matched = clock()
+        decision = pool.route(prompt, match, matched, only=_subset(request.metadata))
+        record.decision = decision
+        scored = clock()
+        stage = self._metrics.stage
+        stage["tokenize"].observe(encoded - started)
+        stage["match"].observe(matched - encoded)
+        stage["score"].observe(scored - matched)
+        chosen = decision.chosen
+        if chosen is None:
+            reason = Reason.NO_CANDIDATE if decision.reason == "no_candidate" else Reason.INTERNAL
+            return self._pass(record, Unscored(reason, decision.detail), pool, started)
+        ticket = decision.charge(pool.inflight, scored)
+        record.total_seconds = clock() - started
+        stage["total"].observe(record.total_seconds)
+        name = pool.name
+        metrics = self._metrics
+        metrics.requests.labels(name, "scored").inc()
+        metrics.decisions.labels(name, pool.scorer_name, chosen.name).inc()
+        metrics.prompt_tokens.labels(name).inc(prompt.count)
+        metrics.hit_tokens.labels(name, "available").inc(decision.best_available_hit)
+        metrics.hit_tokens.labels(name, "chosen").inc(decision.hit_tokens)
+        self._decisions.add(record)
+        return Outcome(
+            destinations=decision.destinations,
+            headers=decision.headers,
+            metadata={
+                "pool": name,
+                "scorer": pool.scorer_name,
+                "instance": chosen.name,
+                "prompt_tokens": prompt.count,
+                "hit_tokens": decision.hit_tokens,
+                "best_available_hit": decision.best_available_hit,
+            },
+            ticket=Follow(ticket, record, pool, metrics, clock),
+        )
+
+    def _pass(self, record: Record, unscored: Unscored, pool: Pool | None, started: float) -> Outcome:
+        reason = unscored.reason
+        record.reason, record.detail = reason, unscored.detail
+        record.total_seconds = self._clock() - started
+        self._decisions.add(record)
+        self._count(reason, pool)
+        log.debug("request %s passes unscored: %s %s", record.request_id, reason, unscored.detail)
+        return Outcome(reason=str(reason), metadata={"pool": pool.name} if pool is not None else {})
+
+    def _count(self, reason: Reason, pool: Pool | None) -> None:
+        self._metrics.unscored.labels(reason).inc()
+        self._metrics.requests.labels(pool.name if pool is not None else "", "unscored").inc()
+
+    # what sessions do on their own account
+
+    def unscored(self, reason: Reason) -> None:
+        self._count(reason, None)
+
+    def fault(self, where: str, error: BaseException | None = None) -> None:
+        self._metrics.faults.labels(where).inc()
+        if error is not None:
+            log.error("a fault in %s; the request went on unscored", where, exc_info=error)
+
+
+def _subset(metadata: Mapping[str, Mapping[str, object]]) -> frozenset[str] | None:
+    """Addresses that the gateway allows: a list or a comma list; None = no limit."""
+    given = metadata.get(SUBSET[0], {}).get(SUBSET[1]) if metadata else None
+    if isinstance(given, str):
+        given = given.split(",")
+    if isinstance(given, (list, tuple)):
+        return frozenset(item.strip() for item in given if isinstance(item, str) and item.strip())
+    return None

@@ -1,0 +1,73 @@
+"""The last decisions, kept in memory for `/decisions`: cheap to add, turned into text only when somebody asks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from extproc.router import Decision
+
+
+@dataclass(slots=True)
+class Record:
+    """One request. Times in seconds; `at` is wall clock. Holds no text and no token ids of the request."""
+
+    at: float
+    request_id: str
+    path: str
+    pool: str = ""
+    model: str = ""
+    reason: str | None = None
+    detail: str = ""
+    decision: Decision | None = None
+    scorer: str = ""
+    tokenize_seconds: float = 0.0
+    total_seconds: float = 0.0
+    status: int | None = None
+    served: str | None = None
+    cached_tokens: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        decision = self.decision
+        return {
+            "at": round(self.at, 3),
+            "request_id": self.request_id,
+            "path": self.path,
+            "pool": self.pool,
+            "model": self.model,
+            "scorer": self.scorer,
+            "reason": self.reason,
+            "detail": self.detail,
+            "status": self.status,
+            "served": self.served,
+            "cached_tokens": self.cached_tokens,
+            "tokenize_ms": round(self.tokenize_seconds * 1000, 3),
+            "total_ms": round(self.total_seconds * 1000, 3),
+            "decision": decision.explain() if decision is not None else None,
+        }
+
+
+class DecisionLog:
+    """A ring of the last `size` records. One thread."""
+
+    def __init__(self, size: int = 1000) -> None:
+        self._ring: deque[Record] = deque(maxlen=size)
+
+    def add(self, record: Record) -> None:
+        self._ring.append(record)
+
+    def latest(
+        self, limit: int = 100, *, pool: str | None = None, reason: str | None = None, request_id: str | None = None
+    ) -> Iterator[Record]:
+        """Newest first, at most `limit` that fit every filter given."""
+        for record in reversed(self._ring):
+            if limit <= 0:
+                return
+            if (pool in (None, record.pool)) and (reason in (None, record.reason)) and (
+                request_id in (None, record.request_id)
+            ):
+                limit -= 1
+                yield record
