@@ -1,4 +1,4 @@
-"""A small OpenAI client that measures: the answer, the engine's own count of cached tokens, the time to first content."""
+"""A small OpenAI client that measures: the answer, the engine's own count of cached tokens, the time to first text."""
 
 from __future__ import annotations
 
