@@ -75,6 +75,11 @@ def content_keys(
     return keys
 
 
+def content_key(previous: bytes, tokens: bytes, seed: int = DEFAULT_SEED) -> bytes:
+    """Key of one block; `previous` = (parent's key, or root) followed by the block's extras."""
+    return xxh3_128_digest(previous + tokens, seed)[::-1]
+
+
 def root_bytes(lora_name: str | None = None, lora_id: int | None = None) -> bytes:
     """Namespace of an adapter: by its name, else by its number; b"" for the base model."""
     if lora_name:
