@@ -24,6 +24,7 @@ from kvindex.errors import ConfigurationError
 from kvindex.fleet import Fleet, Instance, StreamEndpoint, endpoints_of, same_process
 from kvindex.hashing import DEFAULT_SEED
 from kvindex.index import PrefixIndex, StreamView, TierBlocks, Walk
+from kvindex.link import LinkStatus
 from kvindex.sync import Recovery, StreamStatus, StreamSync, SyncLimits
 
 NO_BLOCKS = TierBlocks(0, 0, 0)
@@ -40,18 +41,6 @@ class Driver(Protocol):
     def unfollow(self, stream: Stream) -> None: ...
     def resync(self, stream: Stream) -> None: ...
     def rebuild(self, stream: Stream) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class LinkStatus:
-    """The connection below a stream, as the transport sees it. Counters since the stream was followed."""
-
-    connected: bool = False
-    connections: int = 0
-    disconnections: int = 0
-    connect_retries: int = 0
-    faults: int = 0
-    error: str | None = None
 
 
 class Ranks(NamedTuple):

@@ -30,26 +30,27 @@ class HostPort(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_host_port(value: str, *, what: str = "address") -> HostPort:
-    """`host:port` with IPv6 in brackets. Raises ConfigurationError."""
+def parse_host_port(value: str, *, what: str = "address", shown: str | None = None) -> HostPort:
+    """`host:port` with IPv6 in brackets. Raises ConfigurationError, which names `shown` (default: the value)."""
     if not isinstance(value, str):
         raise ConfigurationError(f"{what} {value!r} is no text: write host:port")
+    shown = value if shown is None else shown
     host, colon, port_text = value.rpartition(":")
     if not colon or not host:
-        raise ConfigurationError(f"{what} {value!r} has no port: write host:port, for example 10.0.0.1:8000")
+        raise ConfigurationError(f"{what} {shown!r} has no port: write host:port, for example 10.0.0.1:8000")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
         if _ip_version(host.partition("%")[0]) != 6:
-            raise ConfigurationError(f"{what} {value!r}: {host!r} in brackets is no IPv6 address")
+            raise ConfigurationError(f"{what} {shown!r}: {host!r} in brackets is no IPv6 address")
     elif ":" in host:
-        raise ConfigurationError(f"{what} {value!r}: write an IPv6 address in brackets, [2001:db8::1]:5557")
+        raise ConfigurationError(f"{what} {shown!r}: write an IPv6 address in brackets, [2001:db8::1]:5557")
     elif host != "*" and _ip_version(host) is None:
         if re.fullmatch(r"[0-9.]+", host):
-            raise ConfigurationError(f"{what} {value!r}: {host!r} is no IPv4 address")
+            raise ConfigurationError(f"{what} {shown!r}: {host!r} is no IPv4 address")
         if not _NAME.match(host):
-            raise ConfigurationError(f"{what} {value!r}: {host!r} is no host name or IP address")
+            raise ConfigurationError(f"{what} {shown!r}: {host!r} is no host name or IP address")
     if not (port_text.isascii() and port_text.isdigit()) or not 1 <= int(port_text) <= 65535:
-        raise ConfigurationError(f"{what} {value!r}: port {port_text!r} is not in 1..65535")
+        raise ConfigurationError(f"{what} {shown!r}: port {port_text!r} is not in 1..65535")
     return HostPort(host, int(port_text))
 
 
@@ -72,7 +73,7 @@ def check_endpoint(value: str, *, bind: bool = False, what: str = "endpoint") ->
         return value
     if transport != "tcp":
         raise ConfigurationError(f"{what} {value!r}: transport {transport!r} is not supported, use tcp:// (or ipc://)")
-    host = parse_host_port(rest, what=what).host
+    host = parse_host_port(rest, what=what, shown=value).host
     if host in ANY_HOSTS and not bind:
         raise ConfigurationError(
             f"{what} {value!r} is what the engine binds; we connect: write the engine's host in place of {host!r}"
@@ -81,21 +82,22 @@ def check_endpoint(value: str, *, bind: bool = False, what: str = "endpoint") ->
     return value
 
 
-def from_pattern(pattern: str, host: str, dp_rank: int = 0, *, what: str = "endpoint") -> str:
+def from_pattern(pattern: str, host: str, dp_rank: int = 0, *, bind: bool = False, what: str = "endpoint") -> str:
     """The endpoint of one rank from what the engine was given: `*` -> host, port + dp_rank (vLLM, SGLang, Motor).
 
     A pattern with a host of its own keeps it. ipc:// has no ranks. Raises ConfigurationError (also: port over 65535).
     """
+    check_endpoint(pattern, bind=True, what=what)
     if pattern.startswith("ipc://"):
         if dp_rank:
             raise ConfigurationError(f"{what} {pattern!r}: ipc has no port to add rank {dp_rank} to, use tcp://")
-        return check_endpoint(pattern, what=what)
-    check_endpoint(pattern, bind=True, what=what)
+        return pattern
     own = parse_host_port(pattern.partition("://")[2], what=what)
     port = own.port + dp_rank
     if port > 65535:
         raise ConfigurationError(f"{what} {pattern!r}: port {own.port} + rank {dp_rank} is over 65535")
-    return check_endpoint(f"tcp://{HostPort(host if own.host in ANY_HOSTS else own.host, port)}", what=what)
+    endpoint = f"tcp://{HostPort(host if own.host in ANY_HOSTS else own.host, port)}"
+    return check_endpoint(endpoint, bind=bind, what=what)
 
 
 def needs_ipv6(endpoint: str) -> bool | None:

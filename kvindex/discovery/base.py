@@ -1,0 +1,93 @@
+"""The discovery seam: a source finds instances and tells them to a `Notify`; several may feed one fleet.
+
+A source is one file with one class. It never raises for what it finds out there: bad news are told with `problem`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from kvindex.errors import ConfigurationError
+from kvindex.fleet import Fleet, Instance
+
+log = logging.getLogger(__name__)
+
+
+class Notify(Protocol):
+    """Where a source reports to, in the thread that writes the fleet."""
+
+    def upsert(self, instance: Instance) -> None: ...
+    def remove(self, name: str, *, incarnation: str | None = None) -> None: ...
+    def replace(self, instances: Iterable[Instance]) -> None:
+        """These are all of this source's instances: others of it are removed."""
+        ...
+
+    def ready(self) -> None:
+        """The first full picture is in. Later calls do nothing."""
+        ...
+
+    def problem(self, text: str | None) -> None:
+        """What is wrong with the source now, None = nothing; what was found before stays."""
+        ...
+
+
+class Source(Protocol):
+    """`run` until cancelled."""
+
+    async def run(self, notify: Notify) -> None: ...
+
+
+class FleetFeed:
+    """A source's way into a fleet: owns the names it brought, so that sources do not take each other's away.
+
+    An instance that is invalid or belongs to another source is refused: logged once, listed in `refused`, never raised.
+    """
+
+    def __init__(self, fleet: Fleet, *, name: str, on_ready: Callable[[], None] | None = None) -> None:
+        self.name = name
+        self.is_ready = False
+        self.error: str | None = None
+        self.refused: dict[str, str] = {}
+        self._fleet = fleet
+        self._own: set[str] = set()
+        self._on_ready = on_ready
+
+    def upsert(self, instance: Instance) -> None:
+        name = instance.name
+        try:
+            if name not in self._own and self._fleet.get(name) is not None:
+                raise ConfigurationError(f"instance {name!r} is already known from another source")
+            self._fleet.upsert(instance)
+        except ConfigurationError as error:
+            if self.refused.get(name) != str(error):
+                log.error("discovery %s: %s", self.name, error)
+            self.refused[name] = str(error)
+            return
+        self._own.add(name)
+        self.refused.pop(name, None)
+
+    def remove(self, name: str, *, incarnation: str | None = None) -> None:
+        self.refused.pop(name, None)
+        if name in self._own and self._fleet.remove(name, incarnation=incarnation) is not None:
+            self._own.discard(name)
+
+    def replace(self, instances: Iterable[Instance]) -> None:
+        found = list(instances)
+        names = {instance.name for instance in found}
+        for name in sorted((self._own | set(self.refused)) - names):
+            self.remove(name)
+        for instance in found:
+            self.upsert(instance)
+
+    def ready(self) -> None:
+        if not self.is_ready:
+            self.is_ready = True
+            if self._on_ready is not None:
+                self._on_ready()
+
+    def problem(self, text: str | None) -> None:
+        if text is not None and text != self.error:
+            log.warning("discovery %s: %s", self.name, text)
+        self.error = text

@@ -1,0 +1,26 @@
+"""Instances written down in the configuration. They are there from the start and never leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from kvindex.discovery.base import Notify
+from kvindex.fleet import Instance, check_instances
+
+
+class StaticSource:
+    """Raises ConfigurationError for an invalid instance, or a name, address or endpoint that is there twice."""
+
+    def __init__(self, instances: Sequence[Instance]) -> None:
+        self.instances = tuple(instances)
+        check_instances(self.instances)
+
+    async def run(self, notify: Notify) -> None:
+        """Tell all, say ready, wait to be cancelled."""
+        self.tell(notify)
+        await asyncio.Event().wait()
+
+    def tell(self, notify: Notify) -> None:
+        notify.replace(self.instances)
+        notify.ready()
