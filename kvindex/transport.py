@@ -40,8 +40,10 @@ from kvindex.endpoints import needs_ipv6
 from kvindex.errors import CapacityExceeded, ConfigurationError
 from kvindex.fleet import StreamEndpoint
 from kvindex.link import Event, Link, LinkStatus, Told
-from kvindex.options import TransportOptions
+from kvindex.options import TransportOptions, from_environment
 from kvindex.sync import Action, CancelReplay, StartReplay, StreamSync
+
+__all__ = ["EventTransport", "Followed", "Pacer", "TransportOptions", "from_environment"]
 
 log = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from kvindex.discovery.base import Notify
+from kvindex.endpoints import from_pattern
 from kvindex.fleet import Instance, check_instances
 
 
@@ -24,3 +25,8 @@ class StaticSource:
     def tell(self, notify: Notify) -> None:
         notify.replace(self.instances)
         notify.ready()
+
+
+def rank_endpoint(endpoint: str, dp_rank: int) -> str:
+    """Endpoint of a rank from that of rank 0: the port grows by the rank. Raises ConfigurationError."""
+    return from_pattern(endpoint, "*", dp_rank, bind=True)
