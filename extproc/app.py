@@ -23,7 +23,8 @@ from extproc.pool import Pool
 from extproc.prompt import Prompter, PrompterOptions, TokenizerError
 from extproc.router import Router
 from extproc.scorers import build as build_scorer
-from extproc.server import ExtProcServer, ServerOptions
+from extproc.reasons import Reason
+from extproc.server import ExtProcServer, LoggingObserver, ServerOptions, TlsOptions
 from extproc.session_rules import SessionOptions
 from kvindex.directory import Directory, StreamReport
 from kvindex.errors import ConfigurationError
@@ -119,6 +120,21 @@ def check_files(config: Config, name: str = "config") -> None:
                 )
         if pool.chat_template and not Path(pool.chat_template).is_file():
             raise ConfigError(f"{where}.chat_template: {pool.chat_template!r} is no readable file")
+
+
+class _Watch(LoggingObserver):
+    """Counts what sessions do on their own account, and logs faults without the text of a request."""
+
+    def __init__(self, decider: PoolDecider, metrics: Metrics) -> None:
+        self._decider = decider
+        self._faults = metrics.faults
+
+    def unscored(self, reason: Reason) -> None:
+        self._decider.unscored(reason)
+
+    def fault(self, where: str, error: BaseException | None = None) -> None:
+        self._faults.labels(where).inc()
+        super().fault(where, error)
 
 
 class App:
@@ -229,17 +245,19 @@ class App:
             self.decider,
             ServerOptions(
                 address=config.listen.address,
+                tls=TlsOptions(tls.cert, tls.key, tls.client_ca) if tls else None,
                 decide_timeout=limits.decide_timeout_ms / 1000,
-                cert=tls.cert if tls else None,
-                key=tls.key if tls else None,
-                client_ca=tls.client_ca if tls else None,
+                # the gateway may send somewhat more than the body itself; what is over the limit passes unscored
+                max_message_bytes=2 * limits.max_body_bytes + (1 << 20),
+                drain_wait=config.listen.drain_wait_ms / 1000,
+                grace=config.listen.drain_grace_ms / 1000,
             ),
             SessionOptions(
                 destination_header=headers.destination,
                 strip_headers=(headers.rank, headers.prefill),
                 max_body_bytes=limits.max_body_bytes,
             ),
-            observer=self.decider,
+            observer=_Watch(self.decider, self.metrics_registry),
         )
         host, _, port = config.admin.address.rpartition(":")
         self._admin = AdminServer(make_app(self, token=config.admin.token), host.strip("[]"), int(port))
@@ -264,10 +282,10 @@ class App:
     async def stop(self) -> None:
         """Drain: health says NOT_SERVING, running exchanges finish within the grace, then everything closes."""
         self._serving = False
-        listen = self.config.listen
         if self._server is not None:
             log.info("draining: %d requests in flight", sum(pool.inflight.total() for pool in self.pools))
-            await self._server.drain(listen.drain_wait_ms / 1000, listen.drain_grace_ms / 1000)
+            await self._server.drain()
+            await self._server.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -74,6 +74,7 @@ def serve(config_path: Path, print_ports: bool) -> None:
     """Run the ext_proc server until SIGTERM or SIGINT (then it drains)."""
     from extproc import app
     from extproc.config import ConfigError
+    from extproc.server import ServerError
     from kvindex.errors import ConfigurationError
 
     config = read_config(config_path)
@@ -89,7 +90,7 @@ def serve(config_path: Path, print_ports: bool) -> None:
         app.run(config, announce=announce)
     except (ConfigError, ConfigurationError) as error:
         fail(str(error))
-    except OSError as error:
+    except (OSError, ServerError) as error:
         fail(str(error), 1)
 
 

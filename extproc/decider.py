@@ -16,7 +16,6 @@ from extproc.openai import DEFAULT_ROUTES, Routes, parse_body
 from extproc.pool import Pool
 from extproc.reasons import Reason, Unscored
 from extproc.router import Ticket
-from extproc.session_rules import Observer
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ class Follow:
         self._ticket.close()
 
 
-class PoolDecider(Observer):
+class PoolDecider:
     """The decider of a server with these pools; also counts what sessions pass on without asking.
 
     Model names are unique over all pools. A body without a model goes to the only pool, if there is one.
@@ -154,15 +153,9 @@ class PoolDecider(Observer):
         self._metrics.unscored.labels(reason).inc()
         self._metrics.requests.labels(pool.name if pool is not None else "", "unscored").inc()
 
-    # what sessions do on their own account
-
     def unscored(self, reason: Reason) -> None:
+        """A session passed a request on without asking."""
         self._count(reason, None)
-
-    def fault(self, where: str, error: BaseException | None = None) -> None:
-        self._metrics.faults.labels(where).inc()
-        if error is not None:
-            log.error("a fault in %s; the request went on unscored", where, exc_info=error)
 
 
 def _subset(metadata: Mapping[str, Mapping[str, object]]) -> frozenset[str] | None:
