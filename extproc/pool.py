@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from extproc.loads.base import LoadSource
@@ -31,18 +30,6 @@ class Prompter(Protocol):
 
     async def prompt_of(self, body: Body) -> Any: ...
     def keys(self, prompt: Any, block_size: int, seed: int, limit: int) -> list[bytes]: ...
-
-
-@dataclass(slots=True)
-class Hits:
-    """A match as the router reads it: an instance whose incarnation is not the followed one has no hits."""
-
-    match: Match
-    instances: Mapping[str, Instance]
-
-    def rank(self, instance: str, rank: int) -> Sequence[int]:
-        known = self.instances.get(instance)
-        return self.match.rank(known if known is not None else instance, rank)
 
 
 class Pool:
@@ -111,5 +98,4 @@ class Pool:
     def route(self, prompt: Prompt, match: Match | None, now: float, *, only: frozenset[str] | None = None) -> Decision:
         """The decision, not yet charged to anybody."""
         request = Request(prompt.count, self.directory.block_size or 0)
-        hits = Hits(match, self.by_name) if match is not None else None
-        return self.router.route(request, self.instances, hits, self.loads, self.inflight, now, only=only)
+        return self.router.route(request, self.instances, match, self.loads, self.inflight, now, only=only)
