@@ -2,8 +2,8 @@
 
     page --parse--> Scrape (loads by rank, facts) --Reports.put--> LoadSource
 
-Only the names in ENGINES are looked at, found by one regular expression over the page: a page of 200 KB costs well
-under a millisecond. Every instance is polled by its own task, so a frozen engine delays nobody; its report goes stale.
+Only lines that begin with a name of ENGINES or FACTS are parsed: a page of 200 KB costs well under a millisecond. Every
+instance is polled by its own task, so a frozen engine delays nobody; its report goes stale.
 """
 
 from __future__ import annotations
@@ -52,13 +52,11 @@ FACTS = ("vllm:cache_config_info", "sglang:cache_config_info", "vllm:engine_slee
 """For doctor: labels of the first two, values of the others."""
 
 _WANTED = [name for names in ENGINES.values() for group in names[:3] for name in group] + list(FACTS)
-# A sample line: name, optional labels up to the last brace, value, optional timestamp. Underscored spellings of "vllm:"
-# come from exporters that rewrite colons.
-_LINE = re.compile(
-    r"^(" + "|".join(re.escape(n).replace(":", "[:_]") for n in _WANTED) + r")(?:_total)?"
-    r"(?:\{(.*)\})?[ \t]+([^\s]+)(?:[ \t]+-?\d+)?[ \t]*\r?$",
-    re.MULTILINE,
-)
+# Exporters that rewrite colons make "vllm_" of "vllm:".
+_SPELLINGS = {form: name for name in _WANTED for form in (name, name.replace(":", "_"))}
+# What follows the name: optional labels up to the last brace, value, optional timestamp.
+_REST = re.compile(r"(?:\{(.*)\})?[ \t]+([^\s]+)(?:[ \t]+-?\d+)?[ \t]*\r?")
+_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
 
@@ -85,17 +83,19 @@ def parse(page: str) -> Scrape:
     negative or no number. Several series of one rank: waiting and running are summed, usage is the highest. O(page).
     """
     series: dict[str, list[tuple[dict[str, str], str]]] = {}
-    for match in _LINE.finditer(page):
-        name = _CANONICAL[match[1].replace(":", "_")]
-        labels = dict(_LABEL.findall(match[2])) if match[2] else {}
-        series.setdefault(name, []).append((labels, match[3]))
+    for line in page.split("\n"):
+        head = _NAME.match(line)
+        name = _SPELLINGS.get(head[0]) if head else None
+        if head is None or name is None:
+            continue
+        rest = _REST.fullmatch(line, head.end())
+        if rest is not None:
+            labels = dict(_LABEL.findall(rest[1])) if rest[1] else {}
+            series.setdefault(name, []).append((labels, rest[2]))
     for engine, names in ENGINES.items():
         if any(name in series for name in names.waiting):
             return _read(engine, names, series)
     raise InvalidReport("no waiting gauge of a known engine on the page (" + ", ".join(ENGINES) + ")")
-
-
-_CANONICAL = {name.replace(":", "_"): name for name in _WANTED}
 
 
 def _read(engine: str, names: Names, series: Mapping[str, list[tuple[dict[str, str], str]]]) -> Scrape:
