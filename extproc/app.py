@@ -7,7 +7,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,26 @@ from extproc.config import Config, ConfigError, InstanceConfig
 from extproc.config import Pool as PoolConfig
 from extproc.decider import PoolDecider
 from extproc.decisions import DecisionLog
-from extproc.loads import build_source
-from extproc.metrics import Family, Metrics, Sample
+from extproc.loads.base import LoadSource
+from extproc.loads.heartbeat import Heartbeats
+from extproc.loads.prometheus import PrometheusPoller, Target
+from extproc.metrics import Metrics
+from extproc.observe import add_families, stream_dict
 from extproc.pool import Pool
-from extproc.prompt import Prompter, PrompterOptions, TokenizerError
+from extproc.prompt.prompter import Options as PrompterOptions
+from extproc.prompt.prompter import Prompter
+from extproc.reasons import Reason
 from extproc.router import Router
 from extproc.scorers import build as build_scorer
-from extproc.reasons import Reason
 from extproc.server import ExtProcServer, LoggingObserver, ServerOptions, TlsOptions
 from extproc.session_rules import SessionOptions
-from kvindex.directory import Directory, StreamReport
-from kvindex.errors import ConfigurationError
-from kvindex.fleet import Fleet, Instance, StreamEndpoint
+from kvindex.directory import Directory
 from kvindex.discovery.static import rank_endpoint
+from kvindex.errors import ConfigurationError
+from kvindex.fleet import Fleet, FleetChange, Instance, StreamEndpoint, check_instances
+from kvindex.options import TransportOptions, from_environment
 from kvindex.sync import SyncLimits
-from kvindex.transport import EventTransport, TransportOptions, from_environment
+from kvindex.transport import EventTransport
 
 log = logging.getLogger(__name__)
 
@@ -66,24 +71,12 @@ def instance_of(pool: PoolConfig, given: InstanceConfig) -> Instance:
 
 
 def instances_of(config: Config) -> list[Instance]:
-    """Every configured instance, checked against the others. Raises ConfigError."""
-    found: list[Instance] = []
-    owner: dict[str, str] = {}
-    for pool in config.pools:
-        for given in pool.instances:
-            try:
-                instance = instance_of(pool, given)
-            except ConfigurationError as error:
-                raise ConfigError(f"pools.{pool.name}: {error}") from None
-            for stream in instance.events:
-                for endpoint in filter(None, (stream.events, stream.replay)):
-                    other = owner.setdefault(endpoint, instance.name)
-                    if other != instance.name:
-                        raise ConfigError(
-                            f"pools.{pool.name}: instances {other!r} and {instance.name!r} both have {endpoint}: "
-                            "every rank of every instance has a port of its own"
-                        )
-            found.append(instance)
+    """Every configured instance, checked alone and against the others. Raises ConfigError."""
+    try:
+        found = [instance_of(pool, given) for pool in config.pools for given in pool.instances]
+        check_instances(found)
+    except ConfigurationError as error:
+        raise ConfigError(f"pools: {error}") from None
     return found
 
 
@@ -93,8 +86,8 @@ def prompter_options(pool: PoolConfig, config: Config) -> PrompterOptions:
     return PrompterOptions(
         tokenizer=pool.tokenizer,
         allow_download=pool.tokenizer_allow_download,
-        chat_template=Path(pool.chat_template).read_text("utf-8") if pool.chat_template else None,
-        default_chat_template_kwargs=dict(pool.chat_template_kwargs),
+        chat_template=pool.chat_template,
+        chat_template_kwargs=dict(pool.chat_template_kwargs),
         content_format=pool.content_format,
         exclude_tools_when_tool_choice_none=pool.exclude_tools_when_tool_choice_none,
         max_model_len=pool.max_model_len,
@@ -103,7 +96,8 @@ def prompter_options(pool: PoolConfig, config: Config) -> PrompterOptions:
         engine=pool.engine,
         timeout=limits.tokenize_timeout_ms / 1000,
         threads=limits.tokenizer_threads,
-        cache_bytes=limits.token_cache_bytes,
+        segment_bytes=limits.token_cache_bytes * 2 // 3,
+        chain_bytes=limits.token_cache_bytes // 3,
     )
 
 
@@ -116,7 +110,8 @@ def check_files(config: Config, name: str = "config") -> None:
             found = Path(pool.tokenizer).expanduser()
             if not (found / "tokenizer.json").is_file() and not found.is_file():
                 raise ConfigError(
-                    f"{where}.tokenizer: {pool.tokenizer!r} has no tokenizer.json; give the model's directory or a hub id"
+                    f"{where}.tokenizer: {pool.tokenizer!r} has no tokenizer.json; "
+                    "give the model's directory or a hub id"
                 )
         if pool.chat_template and not Path(pool.chat_template).is_file():
             raise ConfigError(f"{where}.chat_template: {pool.chat_template!r} is no readable file")
@@ -176,13 +171,11 @@ class App:
             self.decision_log,
             max_body_bytes=config.limits.max_body_bytes,
         )
-        self._sources = [source for pool in self.pools if (source := getattr(pool.loads, "run", None)) is not None]
-        self._tasks: list[asyncio.Task[None]] = []
         self._server: ExtProcServer | None = None
         self._admin: AdminServer | None = None
         self._stop = asyncio.Event()
         self._serving = False
-        self._families()
+        add_families(self.metrics_registry, self.pools)
 
     def _pool(self, pool: PoolConfig, limits: SyncLimits) -> Pool:
         events = self.config.events
@@ -198,26 +191,17 @@ class App:
         )
         directory.attach(self.fleet)
         scorer = build_scorer(pool.scorer.name, **pool.scorer.parameters)
-        router = Router(
-            scorer, max_endpoints=pool.max_endpoints, dp=pool.dp, rank_header=self.config.headers.rank
-        )
-        prompter = None
-        try:
-            prompter = Prompter.load(prompter_options(pool, self.config))
-        except (TokenizerError, OSError) as error:
-            log.error(
-                "pool %s: the tokenizer %r cannot be loaded: %s. Every request of this pool passes unscored "
-                "(reason no_tokenizer) until kvcar is restarted with a tokenizer that loads.",
-                pool.name, pool.tokenizer, error,
+        router = Router(scorer, max_endpoints=pool.max_endpoints, dp=pool.dp, rank_header=self.config.headers.rank)
+        # A tokenizer that does not load is logged with what it costs; the pool's requests then pass unscored.
+        prompter = Prompter.load(prompter_options(pool, self.config), strict=False)
+        source: LoadSource | None = None
+        stale_after = pool.load.stale_after_ms / 1000
+        if pool.load.source == "prometheus":
+            source = PrometheusPoller(
+                interval=pool.load.interval_ms / 1000, stale_after=stale_after, clock=time.monotonic
             )
-        loads = build_source(
-            pool.load.source,
-            fleet=self.fleet,
-            pool=pool.name,
-            interval=pool.load.interval_ms / 1000,
-            stale_after=pool.load.stale_after_ms / 1000,
-            urls={given.name: given.metrics or f"http://{given.address}{pool.load.path}" for given in pool.instances},
-        )
+        elif pool.load.source == "heartbeat":
+            source = Heartbeats(stale_after=stale_after)
         return Pool(
             pool.name,
             (*pool.models, *pool.adapters),
@@ -226,7 +210,7 @@ class App:
             fleet=self.fleet,
             router=router,
             scorer_name=pool.scorer.name,
-            loads=loads,
+            loads=source,
         )
 
     # -- life
@@ -238,7 +222,7 @@ class App:
         """
         config = self.config
         self.transport.start()
-        self._tasks = [asyncio.create_task(run()) for run in self._sources]
+        self.fleet.listen(self._poll_loads)
         limits, headers = config.limits, config.headers
         tls = config.listen.tls
         self._server = ExtProcServer(
@@ -269,6 +253,16 @@ class App:
             "admin": f"{host}:{admin_port}",
         }
 
+    def _poll_loads(self, _change: FleetChange) -> None:
+        """Each pool that scrapes polls the instances that the fleet has now."""
+        for pool, given in zip(self.pools, self.config.pools, strict=True):
+            if isinstance(pool.loads, PrometheusPoller):
+                urls = {one.name: one.metrics for one in given.instances if one.metrics}
+                pool.loads.update(
+                    Target(one.name, urls.get(one.name) or f"http://{one.address}{given.load.path}")
+                    for one in pool.instances
+                )
+
     def request_stop(self) -> None:
         self._stop.set()
 
@@ -286,9 +280,9 @@ class App:
             log.info("draining: %d requests in flight", sum(pool.inflight.total() for pool in self.pools))
             await self._server.drain()
             await self._server.stop()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for pool in self.pools:
+            if isinstance(pool.loads, PrometheusPoller):
+                await pool.loads.close()
         if self._admin is not None:
             await self._admin.stop()
         await asyncio.to_thread(self.transport.stop)
@@ -298,7 +292,7 @@ class App:
     def readiness(self) -> tuple[bool, Mapping[str, Any]]:
         detail = {
             pool.name: {
-                "tokenizer": pool.prompter is not None,
+                "tokenizer": pool.tokenizer_loaded,
                 "streams": len(reports := pool.directory.status()),
                 "synchronized": sum(report.synchronized for report in reports),
             }
@@ -320,7 +314,7 @@ class App:
             "name": pool.name,
             "models": pool.models,
             "scorer": pool.scorer_name,
-            "tokenizer_loaded": pool.prompter is not None,
+            "tokenizer_loaded": pool.tokenizer_loaded,
             "block_size": pool.directory.block_size,
             "instances": [
                 {
@@ -337,9 +331,7 @@ class App:
         }
 
     def streams(self) -> list[Mapping[str, Any]]:
-        return [
-            {"pool": pool.name, **stream_dict(report)} for pool in self.pools for report in pool.directory.status()
-        ]
+        return [{"pool": pool.name, **stream_dict(report)} for pool in self.pools for report in pool.directory.status()]
 
     def decisions(
         self, limit: int, pool: str | None, reason: str | None, request_id: str | None
@@ -349,88 +341,6 @@ class App:
 
     def metrics(self, accept: str) -> tuple[bytes, str]:
         return self.metrics_registry.render(accept)
-
-    def _families(self) -> None:
-        """Metrics whose values live in the pools, read at scrape time."""
-        add = self.metrics_registry.add
-        stream = ("pool", "instance", "dp_rank")
-
-        def reports() -> Iterator[tuple[tuple[str, ...], StreamReport]]:
-            for pool in self.pools:
-                for report in pool.directory.status():
-                    yield (pool.name, report.instance, str(report.dp_rank)), report
-
-        def over(value: Any) -> Any:
-            return lambda: (Sample(labels, value(report)) for labels, report in reports())
-
-        def counted(name: str) -> Any:
-            return lambda: (
-                Sample(labels, getattr(report.status, name)) for labels, report in reports() if report.status is not None
-            )
-
-        def blocks() -> Iterator[Sample]:
-            for labels, report in reports():
-                if report.status is not None:
-                    for tier in ("device", "host", "disk"):
-                        yield Sample((*labels, tier), getattr(report.status.blocks, tier))
-
-        def skipped() -> Iterator[Sample]:
-            for labels, report in reports():
-                if report.status is not None:
-                    for reason, count in report.status.skipped.items():
-                        yield Sample((*labels, reason), count)
-
-        def in_flight(field: str) -> Any:
-            return lambda: (
-                Sample((pool.name, one.name), getattr(pool.inflight.find(one.name), field, 0))
-                for pool in self.pools
-                for one in pool.instances
-            )
-
-        add(Family("kvcar_stream_connected", "1 while the events connection is up.", stream, over(lambda r: r.link.connected)))
-        add(Family("kvcar_stream_synchronized", "1 while hits of this stream count.", stream, over(lambda r: r.synchronized)))
-        add(Family("kvcar_stream_complete", "1 while the view is the engine's whole truth.", stream, over(lambda r: r.complete)))
-        add(Family("kvcar_stream_sequence", "Sequence of the last applied message, -1 before the first.", stream,
-                   over(lambda r: -1 if r.sequence is None else r.sequence)))
-        add(Family("kvcar_stream_blocks", "Resident blocks by tier.", (*stream, "tier"), blocks))
-        add(Family("kvcar_stream_events_skipped", "Events not taken over, by reason.", (*stream, "reason"), skipped, counter=True))
-        for name, text in (
-            ("batches", "Messages applied."),
-            ("gaps", "Missing sequence numbers noticed."),
-            ("restarts", "Engine restarts noticed."),
-            ("replays", "Replays and snapshots asked for."),
-            ("replay_failures", "Replays and snapshots that failed."),
-            ("duplicates", "Messages received twice."),
-            ("rebuilds", "Times the view was dropped and built anew."),
-        ):
-            add(Family(f"kvcar_stream_{name}", text, stream, counted(name), counter=True))
-        add(Family("kvcar_inflight_requests", "Requests sent and not finished.", ("pool", "instance"), in_flight("requests")))
-        add(Family("kvcar_inflight_waiting_requests", "Of those, without a response yet.", ("pool", "instance"),
-                   in_flight("waiting_requests")))
-        add(Family("kvcar_inflight_uncached_tokens", "Uncached prompt tokens of the waiting ones.", ("pool", "instance"),
-                   in_flight("uncached_tokens")))
-        add(Family("kvcar_instances", "Instances known, by pool.", ("pool",),
-                   lambda: (Sample((pool.name,), len(pool.instances)) for pool in self.pools)))
-
-
-def stream_dict(report: StreamReport) -> dict[str, Any]:
-    """One stream for JSON."""
-    status = report.status
-    return {
-        "instance": report.instance,
-        "dp_rank": report.dp_rank,
-        "endpoint": report.endpoint,
-        "replay": report.replay,
-        "dialect": report.dialect,
-        "state": str(report.state),
-        "connected": report.link.connected,
-        "synchronized": report.synchronized,
-        "complete": report.complete,
-        "sequence": report.sequence,
-        "error": report.error or report.link.error,
-        "event_age_seconds": round(report.event_age, 3) if report.event_age is not None else None,
-        "blocks": status.blocks._asdict() if status is not None else None,
-    }
 
 
 async def serve(config: Config, *, announce: Any = None) -> None:

@@ -114,8 +114,15 @@ def check(config_path: Path, as_json: bool) -> None:
                 {
                     "pools": [pool.name for pool in config.pools],
                     "streams": [
-                        {"pool": one.pool, "instance": one.name, "dp_rank": stream.dp_rank, "events": stream.events,
-                         "replay": stream.replay, "topic": stream.topic, "dialect": stream.dialect}
+                        {
+                            "pool": one.pool,
+                            "instance": one.name,
+                            "dp_rank": stream.dp_rank,
+                            "events": stream.events,
+                            "replay": stream.replay,
+                            "topic": stream.topic,
+                            "dialect": stream.dialect,
+                        }
                         for one in instances
                         for stream in one.events
                     ],
@@ -134,7 +141,9 @@ def check(config_path: Path, as_json: bool) -> None:
         for one in mine:
             click.echo(f"  {one.name}  {one.address}  role {one.role}")
             for stream in one.events:
-                replay = f"replay {stream.replay}" if stream.replay else "no replay: older blocks stay unknown after a start"
+                replay = (
+                    f"replay {stream.replay}" if stream.replay else "no replay: older blocks stay unknown after a start"
+                )
                 click.echo(f"    rank {stream.dp_rank}  events {stream.events}  topic {stream.topic!r}  {replay}")
             if not one.events:
                 click.echo("    no events endpoint: routed by load alone")

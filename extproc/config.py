@@ -292,8 +292,10 @@ def _line(name: str, root: yaml.Node | None, error: ErrorDetails) -> str:
         node = below if below is not None else node
     line = f":{node.start_mark.line + 1}" if node is not None else ""
     message = _MESSAGES.get(error["type"], error["msg"]).removeprefix("Value error, ")
-    got = "" if error["type"] in ("missing", "extra_forbidden") or isinstance(error["input"], dict) else (
-        f" (got {_short(error['input'])})"
+    got = (
+        ""
+        if error["type"] in ("missing", "extra_forbidden") or isinstance(error["input"], dict)
+        else (f" (got {_short(error['input'])})")
     )
     if isinstance(error["input"], BaseModel):
         got = ""

@@ -24,11 +24,13 @@ SUBSET = ("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset")
 
 
 class Follow:
-    """Follows one decided request: moves its load to the host that really serves it, releases it, records the answer."""
+    """Follows one decided request: moves its load to the host that serves it, releases it, records the answer."""
 
     __slots__ = ("_clock", "_metrics", "_pool", "_record", "_ticket")
 
-    def __init__(self, ticket: Ticket, record: Record, pool: Pool, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, ticket: Ticket, record: Record, pool: Pool, metrics: Metrics, clock: Callable[[], float]
+    ) -> None:
         self._ticket = ticket
         self._record = record
         self._pool = pool

@@ -66,8 +66,10 @@ class DecisionLog:
         for record in reversed(self._ring):
             if limit <= 0:
                 return
-            if (pool in (None, record.pool)) and (reason in (None, record.reason)) and (
-                request_id in (None, record.request_id)
+            if (
+                (pool in (None, record.pool))
+                and (reason in (None, record.reason))
+                and (request_id in (None, record.request_id))
             ):
                 limit -= 1
                 yield record

@@ -1,8 +1,8 @@
 """Every metric of the process, in one place. Names: `kvcar_*`, base units, bounded label sets.
 
-Counters of the request path are plain attributes of one `Metrics` object. What already lives elsewhere (streams, in-flight
-counts, caches) is read at scrape time by collectors, so that nothing is counted twice. docs/metrics.md lists every name
-(a test compares).
+Counters of the request path are plain attributes of one `Metrics` object. What already lives elsewhere (streams,
+in-flight counts, caches) is read at scrape time, so that nothing is counted twice. docs/metrics.md lists every name (a
+test compares).
 """
 
 from __future__ import annotations
@@ -62,29 +62,52 @@ class Metrics:
         self._reader = _Reader()
         self.registry.register(self._reader)
         ProcessCollector(registry=self.registry)
-        Gauge("kvcar_build_info", "Constant 1, labelled with the version.", ["version"], registry=self.registry).labels(version).set(1)
+        Gauge("kvcar_build_info", "Constant 1, labelled with the version.", ["version"], registry=self.registry).labels(
+            version
+        ).set(1)
         self.requests = Counter(
-            "kvcar_requests", "Proxied requests seen, by pool ('' = no pool could be told) and whether a choice was made.",
-            ["pool", "outcome"], registry=self.registry)
+            "kvcar_requests",
+            "Proxied requests seen, by pool ('' = no pool could be told) and whether a choice was made.",
+            ["pool", "outcome"],
+            registry=self.registry,
+        )
         self.unscored = Counter(
-            "kvcar_unscored", "Requests passed on without a choice, by reason (docs/unscored.md).", ["reason"], registry=self.registry)
+            "kvcar_unscored",
+            "Requests passed on without a choice, by reason (docs/unscored.md).",
+            ["reason"],
+            registry=self.registry,
+        )
         self.decisions = Counter(
-            "kvcar_decisions", "Choices made, by pool, scorer and the instance chosen first.", ["pool", "scorer", "instance"],
-            registry=self.registry)
-        self.prompt_tokens = Counter("kvcar_prompt_tokens", "Prompt tokens of scored requests.", ["pool"], registry=self.registry)
+            "kvcar_decisions",
+            "Choices made, by pool, scorer and the instance chosen first.",
+            ["pool", "scorer", "instance"],
+            registry=self.registry,
+        )
+        self.prompt_tokens = Counter(
+            "kvcar_prompt_tokens", "Prompt tokens of scored requests.", ["pool"], registry=self.registry
+        )
         self.hit_tokens = Counter(
             "kvcar_hit_tokens",
-            "Cached prefix tokens of scored requests: available = best of all candidates, chosen = of the instance chosen, "
+            "Cached prefix tokens of scored requests: available = best candidate, chosen = the instance chosen, "
             "delivered = the engine's own cached_tokens where the answer is observed.",
-            ["pool", "kind"], registry=self.registry)
+            ["pool", "kind"],
+            registry=self.registry,
+        )
         self.seconds = Histogram(
-            "kvcar_decision_seconds", "Time per request by stage.", ["stage"], buckets=_SECONDS, registry=self.registry)
+            "kvcar_decision_seconds", "Time per request by stage.", ["stage"], buckets=_SECONDS, registry=self.registry
+        )
         self.failover = Counter(
-            "kvcar_served_elsewhere", "Answers that came from another instance than the one chosen first (retry or fallback).",
-            ["pool"], registry=self.registry)
+            "kvcar_served_elsewhere",
+            "Answers from another instance than the one chosen first (retry or fallback).",
+            ["pool"],
+            registry=self.registry,
+        )
         self.faults = Counter(
-            "kvcar_faults", "Faults of our own (decider, ticket, encode) or of a peer's bytes (malformed, unknown), by place.",
-            ["where"], registry=self.registry)
+            "kvcar_faults",
+            "Faults of ours (decider, ticket, encode) or of a peer's bytes (malformed, unknown).",
+            ["where"],
+            registry=self.registry,
+        )
         self.stage = {stage: self.seconds.labels(stage) for stage in STAGES}
 
     def add(self, family: Family) -> None:

@@ -1,15 +1,15 @@
-"""One pool at run time: the instances that serve a model, what they hold, how busy they are, and how a prompt is routed."""
+"""One pool at run time: instances that serve a model, what they hold, how busy they are, how a prompt is routed."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
 
 from extproc.loads.base import LoadSource
 from extproc.loads.inflight import InFlight
 from extproc.openai import Body
-from extproc.reasons import Reason, Unscored
+from extproc.prompt.prompter import Prompt, Prompter
+from extproc.reasons import Unscored
 from extproc.router import Decision, Router
 from extproc.scorers.base import Request
 from kvindex.directory import Directory, Match
@@ -18,25 +18,10 @@ from kvindex.fleet import Fleet, FleetChange, Instance
 log = logging.getLogger(__name__)
 
 
-class Prompt(Protocol):
-    """A request's token ids; made by `extproc.prompt`."""
-
-    @property
-    def count(self) -> int: ...
-
-
-class Prompter(Protocol):
-    """Turns bodies into prompts and prompts into content keys; `extproc.prompt.Prompter` is one."""
-
-    async def prompt_of(self, body: Body) -> Any: ...
-    def keys(self, prompt: Any, block_size: int, seed: int, limit: int) -> list[bytes]: ...
-
-
 class Pool:
     """Everything of one pool but its tokenization time and counting, which the decider does.
 
     models    served names, aliases and adapters that choose this pool
-    prompter  None = the tokenizer could not be loaded: every request passes unscored, reason no_tokenizer
     loads     None = the own in-flight counts
     """
 
@@ -45,7 +30,7 @@ class Pool:
         name: str,
         models: Sequence[str],
         *,
-        prompter: Prompter | None,
+        prompter: Prompter,
         directory: Directory,
         fleet: Fleet,
         router: Router,
@@ -79,19 +64,24 @@ class Pool:
         self.by_name = mine
         self.instances = tuple(mine.values())
 
+    @property
+    def tokenizer_loaded(self) -> bool:
+        """False: every request but those given as token ids passes unscored."""
+        return self.prompter.loaded
+
     async def tokens(self, body: Body) -> Prompt | Unscored:
-        """The prompt as the engine will see it, or why it cannot be known."""
-        if self.prompter is None:
-            return Unscored(Reason.NO_TOKENIZER)
-        prompt: Prompt | Unscored = await self.prompter.prompt_of(body)
-        return prompt
+        """The prompt as the engine will see it, or why it cannot be known. Never raises."""
+        return await self.prompter.prompt_of(body)
 
     def match(self, prompt: Prompt) -> Match | None:
-        """Who holds the prompt's prefix; None when not even the block size is known yet. No I/O, no lock."""
+        """Who holds the prompt's prefix; None when nobody's cache will be read, or no block size is known yet.
+
+        No I/O, no lock.
+        """
         directory = self.directory
         limit = directory.key_limit(prompt.count)
         size = directory.block_size
-        if not limit or size is None or self.prompter is None:
+        if not limit or size is None or not prompt.reads_cache:
             return None
         return directory.match(self.prompter.keys(prompt, size, directory.seed, limit))
 

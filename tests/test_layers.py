@@ -15,8 +15,15 @@ CONFINED = {
     "grpc": ["extproc/server.py"],
     "grpc_health": ["extproc/server.py"],
     "google.protobuf": ["extproc/wire.py"],
-    "aiohttp": ["extproc/admin/", "extproc/loads/", "kvindex/discovery/", "extproc/prompt/remote.py", "extproc/doctor",
-                "extproc/cli.py", "examples/"],
+    "aiohttp": [
+        "extproc/admin/",
+        "extproc/loads/",
+        "kvindex/discovery/",
+        "extproc/prompt/remote.py",
+        "extproc/doctor",
+        "extproc/cli.py",
+        "examples/",
+    ],
     "uvloop": ["extproc/app.py", "extproc/cli.py", "extproc/workers.py"],
     "prometheus_client": ["extproc/metrics.py", "extproc/loads/", "extproc/admin/"],
     "envoy_data_plane": ["extproc/envoy_config", "extproc/gateway"],
@@ -28,14 +35,27 @@ CONFINED = {
 
 # Cores that must stay free of sockets, threads and clocks.
 PURE = [
-    "kvindex/events.py", "kvindex/errors.py", "kvindex/hashing.py", "kvindex/index.py", "kvindex/sync.py", "kvindex/dialects/",
-    "kvindex/fleet.py", "extproc/session.py", "extproc/openai.py", "extproc/router.py", "extproc/scorers/",
+    "kvindex/events.py",
+    "kvindex/errors.py",
+    "kvindex/hashing.py",
+    "kvindex/index.py",
+    "kvindex/sync.py",
+    "kvindex/dialects/",
+    "kvindex/fleet.py",
+    "extproc/session.py",
+    "extproc/openai.py",
+    "extproc/router.py",
+    "extproc/scorers/",
 ]
 IMPURE = {"socket", "threading", "asyncio", "time", "selectors", "subprocess", "http", "urllib", "ssl", "concurrent"}
 
 # package-internal order of kvindex, lowest first: a module imports only lower ones
 KVINDEX_ORDER = [
-    {"errors", "events", "hashing"}, {"rows", "index", "dialects", "fleet"}, {"sync"}, {"directory", "capture"}, {"transport"},
+    {"errors", "events", "hashing"},
+    {"rows", "index", "dialects", "fleet"},
+    {"sync"},
+    {"directory", "capture"},
+    {"transport"},
     {"discovery"},
 ]
 

@@ -16,7 +16,7 @@ from aiohttp import web
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
-TOKEN_HEADER = "X-Internal-Token"  # noqa: S105 - a header's name
+TOKEN_HEADER = "X-Internal-Token"
 MAX_BODY = 64 << 20
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -27,7 +27,9 @@ class Source(Protocol):
     def readiness(self) -> tuple[bool, Mapping[str, Any]]: ...
     def status(self) -> Mapping[str, Any]: ...
     def streams(self) -> list[Mapping[str, Any]]: ...
-    def decisions(self, limit: int, pool: str | None, reason: str | None, request_id: str | None) -> list[Mapping[str, Any]]: ...
+    def decisions(
+        self, limit: int, pool: str | None, reason: str | None, request_id: str | None
+    ) -> list[Mapping[str, Any]]: ...
     def metrics(self, accept: str) -> tuple[bytes, str]: ...
 
 
@@ -47,7 +49,9 @@ def make_app(source: Source, *, token: str | None = None) -> web.Application:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         if expected is not None and request.path not in OPEN_PATHS:
-            given = request.headers.get(TOKEN_HEADER) or request.headers.get("Authorization", "").removeprefix("Bearer ")
+            given = request.headers.get(TOKEN_HEADER) or request.headers.get("Authorization", "").removeprefix(
+                "Bearer "
+            )
             if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), expected):
                 return reply({"error": "invalid internal token"}, 401)
         try:

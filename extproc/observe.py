@@ -1,0 +1,121 @@
+"""What the pools show of themselves: metric families read at scrape time, and streams as plain data for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from extproc.metrics import Family, Metrics, Sample
+from extproc.pool import Pool
+from kvindex.directory import StreamReport
+from kvindex.events import Tier
+
+STREAM = ("pool", "instance", "dp_rank")
+INSTANCE = ("pool", "instance")
+Reading = Callable[[], Iterable[Sample]]
+
+GAUGES: tuple[tuple[str, str, Callable[[StreamReport], float]], ...] = (
+    ("connected", "1 while the events connection is up.", lambda report: report.link.connected),
+    ("synchronized", "1 while hits of this stream count.", lambda report: report.synchronized),
+    ("complete", "1 while the view is the engine's whole truth.", lambda report: report.complete),
+    (
+        "sequence",
+        "Sequence number of the last applied message, -1 before the first.",
+        lambda report: -1 if report.sequence is None else report.sequence,
+    ),
+)
+COUNTERS: tuple[tuple[str, str], ...] = (
+    ("batches", "Messages applied."),
+    ("gaps", "Missing sequence numbers noticed."),
+    ("restarts", "Engine restarts noticed."),
+    ("replays", "Replays and snapshots asked for."),
+    ("replay_failures", "Replays and snapshots that failed."),
+    ("duplicates", "Messages received twice."),
+    ("rebuilds", "Times the view was dropped and built anew."),
+)
+IN_FLIGHT: tuple[tuple[str, str, str], ...] = (
+    ("requests", "requests", "Requests sent and not finished."),
+    ("waiting_requests", "waiting_requests", "Of those, without a response yet."),
+    ("uncached_tokens", "uncached_tokens", "Uncached prompt tokens of the waiting ones."),
+)
+
+
+def add_families(metrics: Metrics, pools: Sequence[Pool]) -> None:
+    """Registers every family whose values live in the pools."""
+
+    def reports() -> Iterator[tuple[tuple[str, ...], StreamReport]]:
+        for pool in pools:
+            for report in pool.directory.status():
+                yield (pool.name, report.instance, str(report.dp_rank)), report
+
+    def over(value: Callable[[StreamReport], float]) -> Reading:
+        return lambda: (Sample(labels, value(report)) for labels, report in reports())
+
+    def counted(name: str) -> Reading:
+        return lambda: (
+            Sample(labels, getattr(report.status, name)) for labels, report in reports() if report.status is not None
+        )
+
+    def blocks() -> Iterator[Sample]:
+        for labels, report in reports():
+            if report.status is not None:
+                for tier in Tier:
+                    yield Sample((*labels, tier.name.lower()), report.status.blocks[tier])
+
+    def skipped() -> Iterator[Sample]:
+        for labels, report in reports():
+            if report.status is not None:
+                for reason, count in report.status.skipped.items():
+                    yield Sample((*labels, reason), count)
+
+    def in_flight(field: str) -> Reading:
+        return lambda: (
+            Sample((pool.name, one.name), getattr(pool.inflight.find(one.name), field, 0))
+            for pool in pools
+            for one in pool.instances
+        )
+
+    for name, text, value in GAUGES:
+        metrics.add(Family(f"kvcar_stream_{name}", text, STREAM, over(value)))
+    for name, text in COUNTERS:
+        metrics.add(Family(f"kvcar_stream_{name}", text, STREAM, counted(name), counter=True))
+    metrics.add(Family("kvcar_stream_blocks", "Resident blocks by tier.", (*STREAM, "tier"), blocks))
+    metrics.add(
+        Family(
+            "kvcar_stream_events_skipped",
+            "Events not taken over, by reason.",
+            (*STREAM, "reason"),
+            skipped,
+            counter=True,
+        )
+    )
+    for name, field, text in IN_FLIGHT:
+        metrics.add(Family(f"kvcar_inflight_{name}", text, INSTANCE, in_flight(field)))
+    metrics.add(
+        Family(
+            "kvcar_instances",
+            "Instances known.",
+            ("pool",),
+            lambda: (Sample((pool.name,), len(pool.instances)) for pool in pools),
+        )
+    )
+
+
+def stream_dict(report: StreamReport) -> dict[str, Any]:
+    """One stream for JSON."""
+    status = report.status
+    return {
+        "instance": report.instance,
+        "dp_rank": report.dp_rank,
+        "endpoint": report.endpoint,
+        "replay": report.replay,
+        "dialect": report.dialect,
+        "state": str(report.state),
+        "connected": report.link.connected,
+        "synchronized": report.synchronized,
+        "complete": report.complete,
+        "sequence": report.sequence,
+        "error": report.error or report.link.error,
+        "event_age_seconds": round(report.event_age, 3) if report.event_age is not None else None,
+        "blocks": status.blocks._asdict() if status is not None else None,
+    }
