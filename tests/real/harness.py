@@ -1,7 +1,140 @@
-"""Real peers for tests: Envoy, kvcar and engine emulators on free ports, every one a context manager."""
+"""Real peers for tests: Envoy, kvcar and engine emulators on free ports, every one a context manager.
+
+The processes themselves live in examples/local (the demo uses them too); here is what only tests need.
+"""
 
 from __future__ import annotations
 
-from examples.local.processes import envoy_binary
+import contextlib
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
-__all__ = ["envoy_binary"]
+from examples.emulator.process import EmulatorProcess
+from examples.local.client import Answer, Client
+from examples.local.processes import (
+    EnvoyProcess,
+    KvcarProcess,
+    NotReady,
+    Process,
+    envoy_binary,
+    free_port,
+    http_get,
+    wait_for,
+)
+from examples.local.stack import TOKENIZER, Stack, kvcar_config
+
+__all__ = [
+    "TOKENIZER",
+    "Answer",
+    "Client",
+    "EchoUpstream",
+    "EmulatorProcess",
+    "EnvoyProcess",
+    "KvcarProcess",
+    "NotReady",
+    "Process",
+    "Routed",
+    "Stack",
+    "echo_upstream",
+    "envoy_binary",
+    "free_port",
+    "http_get",
+    "kvcar_config",
+    "routed",
+    "shared_blocks",
+    "wait_for",
+]
+
+
+@dataclass(frozen=True)
+class Routed:
+    """One request as three witnesses saw it: the client, kvcar (through Envoy's access log), and the engine.
+
+    chosen      kvcar's ordered list, by engine name; empty = unscored
+    served      the engine that answered
+    predicted   kvcar's hit in tokens on the first of `chosen`, None = unscored
+    cached      the engine's own cached_tokens
+    """
+
+    answer: Answer
+    chosen: tuple[str, ...]
+    served: str
+    predicted: int | None
+    cached: int
+    attempts: int
+    entry: dict[str, Any]
+
+
+def routed(stack: Stack, answer: Answer) -> Routed:
+    """What became of a finished request. Waits for Envoy's log, and until kvcar knows what the request left behind."""
+    entry = stack.envoy.logged(answer.request_id)
+    facts = entry["kvcar"] or {}
+    predicted = facts.get("hit_tokens")
+    if stack.kvcar.running:
+        stack.settle()
+    return Routed(
+        answer=answer,
+        chosen=tuple(stack.name_of(part) for part in (entry["chosen"] or "").split(",") if part),
+        served=stack.name_of(entry["upstream"] or ""),
+        predicted=None if predicted is None else round(predicted),
+        cached=answer.cached_tokens,
+        attempts=entry["attempts"],
+        entry=entry,
+    )
+
+
+def shared_blocks(one: Sequence[int], other: Sequence[int], block_size: int) -> int:
+    """Full blocks of the common prefix of two token lists."""
+    length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return length // block_size
+
+
+@dataclass
+class EchoUpstream:
+    """A stand-in engine that answers with what it received."""
+
+    address: str
+    requests: list[dict[str, Any]]
+
+
+@contextlib.contextmanager
+def echo_upstream(*, status: int = 200) -> Iterator[EchoUpstream]:
+    """An HTTP server on a free port: 200 on /health, `status` elsewhere; keeps path and headers of each request."""
+    requests: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._reply(200, b"ok")
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            requests.append({"path": self.path, "headers": headers, "bytes": len(body)})
+            self._reply(status, json.dumps({"served_by": self.server.server_address[1]}).encode())
+
+        def _reply(self, code: int, body: bytes) -> None:
+            self.send_response(code)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield EchoUpstream(f"127.0.0.1:{server.server_address[1]}", requests)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)

@@ -1,0 +1,166 @@
+"""Engines, kvcar and Envoy, wired together on free ports: what the demo shows and what the real-peer tests drive.
+
+    with Stack(folder) as stack:
+        requests go to stack.url
+
+Everything is stopped when the context ends, however it ends. After a failure to start, the message holds the end of the
+log of the process that failed; all logs stay in `folder`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+from examples.emulator.process import EmulatorProcess, start_all
+from examples.local.processes import EnvoyProcess, KvcarProcess, NotReady, free_port, wait_for
+from extproc.envoy_config import EnvoyOptions
+
+HERE = Path(__file__).parent
+TOKENIZER = HERE / "tokenizer"
+
+
+def kvcar_config(
+    engines: Sequence[EmulatorProcess],
+    *,
+    ext_proc: str,
+    admin: str = "127.0.0.1:0",
+    scorer: Mapping[str, Any] | str = "car",
+    listen: Mapping[str, Any] = MappingProxyType({}),
+    **changes: Any,
+) -> dict[str, Any]:
+    """kvcar's configuration for these engines, as plain data. `changes` replace top-level keys, `listen` adds to it."""
+    instances = [
+        {
+            "name": engine.name,
+            "address": engine.address,
+            "events": engine.events_endpoint,
+            **({"replay": engine.replay_endpoint} if engine.replay_endpoint else {}),
+        }
+        for engine in engines
+    ]
+    pool = {
+        "name": "demo",
+        "models": ["demo"],
+        "tokenizer": str(TOKENIZER),
+        "block_size": engines[0].block_size,
+        "dialect": "vllm",
+        "scorer": scorer,
+        "instances": instances,
+    }
+    return {
+        # Envoy is stopped first, so nobody needs the time to notice that kvcar is going.
+        "listen": {"address": ext_proc, "drain_wait_ms": 0, **listen},
+        "admin": {"address": admin},
+        "pools": [pool],
+        **changes,
+    }
+
+
+class Stack:
+    """Three emulated engines (or `engines`), kvcar and Envoy.
+
+    engine_options   flags of the emulator, for all engines
+    scorer           name, or mapping with parameters, as in kvcar's configuration
+    config           replaces top-level keys of kvcar's configuration
+    envoy            replaces fields of EnvoyOptions
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        engines: int = 3,
+        engine_options: Mapping[str, object] | None = None,
+        scorer: Mapping[str, Any] | str = "car",
+        config: Mapping[str, Any] | None = None,
+        envoy: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        options: dict[str, Any] = dict(engine_options or {})
+        self.engines = [EmulatorProcess(name=f"engine-{number}", **options) for number in range(engines)]
+        self._scorer = scorer
+        self._config = dict(config or {})
+        self._envoy = dict(envoy or {})
+        self.kvcar: KvcarProcess
+        self.envoy: EnvoyProcess
+
+    def start(self) -> None:
+        """Until requests are routed by what the engines hold. Raises NotReady or StartFailed."""
+        start_all(self.engines)
+        # Envoy is told kvcar's port before kvcar has bound it, and finds it there again after a restart of kvcar.
+        ext_proc, admin = (f"127.0.0.1:{free_port()}" for _ in range(2))
+        config = kvcar_config(self.engines, ext_proc=ext_proc, admin=admin, scorer=self._scorer, **self._config)
+        self.kvcar = KvcarProcess(config, self.folder)
+        self.kvcar.start()
+        values: dict[str, Any] = {
+            "engines": tuple(engine.address for engine in self.engines),
+            "ext_proc": (ext_proc,),
+            "listen": "127.0.0.1:0",
+            "admin": "127.0.0.1:0",
+            "access_log": str(self.folder / "access.log"),
+        }
+        self.envoy = EnvoyProcess(EnvoyOptions(**(values | self._envoy)), self.folder)
+        self.envoy.start()
+        self.kvcar.wait_ready()
+        self.envoy.wait_ready()
+        self.envoy.wait_healthy("engines", len(self.engines))
+        self.wait_routing()
+
+    def wait_routing(self) -> None:
+        """Until Envoy asks kvcar, and kvcar follows every engine's events."""
+        self.envoy.wait_healthy("extproc", 1)
+        self.settle()
+
+    def settle(self, engines: Sequence[EmulatorProcess] | None = None) -> None:
+        """Until kvcar has applied everything that the (running) engines have published. Raises NotReady."""
+        targets = {}
+        for engine in self.engines if engines is None else engines:
+            if engine.running:
+                rows = engine.call("/emulator/state?blocks=0")["ranks"]
+                targets.update({(engine.name, row["rank"]): row["next_sequence"] - 1 for row in rows})
+
+        def applied() -> bool:
+            seen = {(row["instance"], row["dp_rank"]): row for row in self.kvcar.get("/streams")["streams"]}
+            return all(
+                key in seen
+                and seen[key]["synchronized"]
+                and (seen[key]["sequence"] if seen[key]["sequence"] is not None else -1) >= sequence
+                for key, sequence in targets.items()
+            )
+
+        wait_for(applied, f"kvcar's view at {targets}", timeout=10.0, fail=self._check_kvcar)
+
+    def _check_kvcar(self) -> None:
+        if not self.kvcar.running:
+            raise NotReady(f"kvcar ended with status {self.kvcar.wait(timeout=1)}\n{self.kvcar.log()}")
+
+    def stop(self) -> None:
+        """Envoy first: it hurries nobody, and nothing is routed into the void."""
+        with contextlib.ExitStack() as stack:
+            for process in (*self.engines, getattr(self, "kvcar", None), getattr(self, "envoy", None)):
+                if process is not None:
+                    stack.callback(process.stop)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.envoy.address}"
+
+    def name_of(self, address: str) -> str:
+        """The engine's name at "ip:port", the address itself when nobody is there."""
+        return next((engine.name for engine in self.engines if engine.address == address), address)
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
