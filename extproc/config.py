@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from extproc.scorers import build as build_scorer
@@ -54,6 +54,14 @@ def _header_name(text: str) -> str:
     if not text or any(letter not in allowed for letter in text):
         raise ValueError("must be a lower-case header name (letters, digits, '-', '_', '.')")
     return text
+
+
+def _block_size(value: Any) -> int | Literal["auto"]:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 65_536:
+        return value
+    raise ValueError("must be a number of tokens from 1 to 65536, or 'auto'")
 
 
 def _scorer(value: Any) -> Any:
@@ -186,7 +194,7 @@ class Pool(_Node):
     exclude_tools_when_tool_choice_none: bool = False
     max_model_len: int | None = Field(None, ge=1)
     engine: Literal["vllm", "sglang", "xllm"] = "vllm"
-    block_size: Annotated[int, Field(ge=1, le=65_536)] | Literal["auto"] = "auto"
+    block_size: Annotated[int | Literal["auto"], PlainValidator(_block_size)] = "auto"
     hash_seed: int = Field(1024, ge=0, lt=1 << 64)
     dialect: Literal["auto", "vllm", "sglang", "xllm", "mooncake"] = "auto"
     recovery: Literal["auto", "none", "history", "snapshot"] = "auto"
@@ -258,7 +266,9 @@ def parse(text: str, name: str = "<config>") -> Config:
     try:
         return Config.model_validate(_tuples(tree))
     except ValidationError as error:
-        raise ConfigError("\n".join(_line(name, node, item) for item in error.errors())) from None
+        # pydantic counts items with errors as missing: that a list is too short then is no mistake of its own
+        found = [item for item in error.errors() if not (item["type"] == "too_short" and item["input"])]
+        raise ConfigError("\n".join(_line(name, node, item) for item in found)) from None
 
 
 def _tuples(value: Any) -> Any:
@@ -306,6 +316,7 @@ _MESSAGES = {
     "missing": "this key is required",
     "extra_forbidden": "unknown key; `kvcar example-config` prints every key",
     "tuple_type": "must be a list",
+    "too_short": "must hold at least 1 entry",
 }
 
 

@@ -1,0 +1,143 @@
+"""Configuration errors name the file, the line, the path, the value and what is allowed; good files parse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from extproc import config
+
+GOOD = """
+pools:
+- name: a
+  models: [m]
+  tokenizer: some/model
+  instances:
+  - {name: e0, address: "10.0.0.1:8000", events: "tcp://10.0.0.1:5557"}
+"""
+
+
+def pool(extra: str) -> str:
+    return GOOD + "".join(f"  {line}\n" for line in extra.splitlines())
+
+
+BAD = [
+    # text, words that the error has to contain
+    ("", ["c.yaml", "must be a mapping"]),
+    ("pools: [", ["c.yaml:1", "not valid YAML"]),
+    ("a: 1\na: 2\npools: []", ["c.yaml:2", "'a' is given twice"]),
+    ("pools: []", ["c.yaml:1", "pools", "at least 1"]),
+    ("{}", ["pools", "required"]),
+    (GOOD + "listne: {}\n", ["c.yaml", "listne", "unknown key", "example-config"]),
+    (pool("block_sise: 16"), ["pools[0].block_sise", "unknown key", "c.yaml:8"]),
+    (pool("block_size: 0"), ["pools[0].block_size", "c.yaml:8", "(got 0)"]),
+    (pool("block_size: '16'"), ["pools[0].block_size", "'16'"]),
+    (pool("block_size: huge"), ["pools[0].block_size", "'auto'", "'huge'"]),
+    (pool("dialect: vlm"), ["pools[0].dialect", "'vllm'", "'vlm'"]),
+    (pool("scorer: carr"), ["pools[0].scorer", "carr", "round_robin"]),
+    (pool("scorer: {name: car, lambda: 2}"), ["pools[0].scorer", "lambda", "2"]),
+    (pool("scorer: {name: car, lamda: 0.2}"), ["pools[0].scorer", "lamda"]),
+    (pool("recovery: snapshot"), ["pools[0]", "needs a replay endpoint", "'e0'"]),
+    (pool("models: [x]"), ["'models' is given twice"]),
+    (
+        GOOD.replace("10.0.0.1:8000", "engine-a:8000"),
+        ["pools[0].instances[0].address", "IP address", "'engine-a:8000'"],
+    ),
+    (GOOD.replace("10.0.0.1:8000", "10.0.0.1"), ["pools[0].instances[0].address", "ip:port"]),
+    (GOOD.replace("10.0.0.1:8000", "10.0.0.1:99999"), ["pools[0].instances[0].address", "65535"]),
+    (GOOD.replace("10.0.0.1:8000", "0.0.0.0:8000"), ["pools[0].instances[0].address", "wildcard"]),
+    (GOOD.replace("10.0.0.1:8000", "::1:8000"), ["brackets"]),
+    (GOOD.replace("[m]", "m"), ["pools[0].models", "must be a list", "'m'"]),
+    (GOOD.replace("[m]", "[m, m]"), ["'m' is given twice"]),
+    (GOOD + '  - {name: e0, address: "10.0.0.2:8000"}\n', ["'e0' is given twice"]),
+    (GOOD + '  - {name: e1, address: "10.0.0.1:8000"}\n', ["'10.0.0.1:8000' is given twice"]),
+    (GOOD + "- {name: a, models: [n], tokenizer: t}\n", ["'a' is given twice"]),
+    (GOOD + "- {name: b, models: [m], tokenizer: t}\n", ["'m' is given twice"]),
+    ('admin: {address: "0.0.0.0:9003"}\n' + GOOD, ["admin.address", "token"]),
+    ("headers: {destination: X-Up}\n" + GOOD, ["headers.destination", "lower-case"]),
+    ("limits: {decide_timeout_ms: true}\n" + GOOD, ["limits.decide_timeout_ms", "True"]),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), BAD, ids=range(len(BAD)))
+def test_bad(text: str, words: list[str]) -> None:
+    with pytest.raises(config.ConfigError) as caught:
+        config.parse(text, "c.yaml")
+    message = str(caught.value)
+    assert "c.yaml" in message
+    for word in words:
+        assert word in message, message
+    assert "validation error" not in message, "pydantic's own wording is not for users"
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    with pytest.raises(config.ConfigError) as caught:
+        config.parse(pool("block_size: 0\ndp: max"), "c.yaml")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_good() -> None:
+    parsed = config.parse(GOOD)
+    assert parsed.pools[0].scorer.name == "car"
+    assert parsed.pools[0].instances[0].address == "10.0.0.1:8000"
+    with pytest.raises(Exception, match="frozen"):
+        parsed.pools[0].name = "other"  # type: ignore[misc]
+
+
+def test_ipv6() -> None:
+    parsed = config.parse(GOOD.replace("10.0.0.1:8000", "[2001:db8::1]:8000"))
+    assert parsed.pools[0].instances[0].address == "[2001:db8::1]:8000"
+
+
+def keys_of(model: type[BaseModel], path: str = "") -> Iterator[str]:
+    """Every key of the tree as a path, lists as []."""
+    for name, field in model.model_fields.items():
+        yield path + name
+        for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                is_list = str(field.annotation).startswith("tuple")
+                yield from keys_of(part, f"{path}{name}{'[].' if is_list else '.'}")
+
+
+def uncommented(text: str) -> str:
+    """The example with its commented-out keys switched on."""
+    lines = []
+    for line in text.splitlines():
+        bare = line.lstrip()
+        key = bare.removeprefix("# ")
+        if bare.startswith("# ") and ":" in key and " " not in key.split(":")[0]:
+            line = line[: len(line) - len(bare)] + key
+        elif bare.startswith("#   "):
+            line = line[: len(line) - len(bare)] + bare[2:]
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def present(tree: Any, path: str) -> bool:
+    for part in path.split("."):
+        name = part.removesuffix("[]")
+        if not isinstance(tree, dict) or name not in tree:
+            return False
+        tree = tree[name][0] if part.endswith("[]") else tree[name]
+    return True
+
+
+def test_the_example_shows_every_key_with_its_default() -> None:
+    text = files("extproc").joinpath("example.yaml").read_text("utf-8")
+    parsed = config.parse(text)
+    tree = yaml.safe_load(uncommented(text))
+    missing = [path for path in keys_of(config.Config) if not present(tree, path)]
+    assert not missing
+    for part in ("listen", "admin", "log", "headers", "limits", "events"):
+        assert getattr(parsed, part) == getattr(config.parse(GOOD), part), (
+            f"{part}: the example does not show the defaults"
+        )
+    shown, default = parsed.pools[0], config.parse(GOOD).pools[0]
+    for name in config.Pool.model_fields:
+        if name not in {"name", "models", "tokenizer", "instances", "scorer"}:
+            assert getattr(shown, name) == getattr(default, name), name
