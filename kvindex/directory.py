@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -250,7 +250,7 @@ class Directory:
         self._max_unanchored = max_unanchored
         self._limits = limits or SyncLimits()
         self._walk = walk
-        self._dialect_options = dialect_options
+        self._dialect_options = replace(dialect_options or DialectOptions(), pace=driver.pace)
         self._streams: Mapping[StreamKey, Stream] = MappingProxyType({})
         self._plan = Plan(MappingProxyType({}), MappingProxyType({}))
         self._table: Mapping[str, Ranks] = MappingProxyType({})

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import zmq
 
@@ -349,7 +349,8 @@ class EventTransport:
     def _dismantle(self, channel: _Channel) -> None:
         """Sockets, then content; each step whatever became of the one before. Never raises."""
         steps: list[Callable[[], None]] = [partial(self._end, attempt) for attempt in channel.attempts.values()]
-        for step in (*steps, partial(self._close_sub, channel), channel.stream.close):
+        steps += [partial(self._close_sub, channel), channel.stream.close]
+        for step in steps:
             try:
                 step()
             except Exception:
@@ -430,12 +431,12 @@ class EventTransport:
 
     def _discard(self, made: zmq.Socket[Any]) -> None:
         with suppress(KeyError, ValueError):  # not registered yet
-            self._selector.unregister(made.get(zmq.FD))
+            self._selector.unregister(_descriptor(made))
         made.close(0)
         self._sockets -= 1
 
     def _watch(self, made: zmq.Socket[Any], owner: _Channel | _Attempt) -> None:
-        self._selector.register(made.get(zmq.FD), selectors.EVENT_READ, owner)
+        self._selector.register(_descriptor(made), selectors.EVENT_READ, owner)
         self._ready[owner] = None
 
     def _open_sub(self, channel: _Channel) -> None:
@@ -533,7 +534,7 @@ class EventTransport:
         if channel.sub is None or channel.monitor is None:
             return
         messages, drained = _receive(channel.sub)
-        if channel.monitor.get(zmq.EVENTS) & zmq.POLLIN:
+        if _has_news(channel.monitor):
             self._read_monitor(channel, channel.monitor)
         verdict = channel.link.judge(drained)
         for told in verdict.before:
@@ -592,6 +593,14 @@ class EventTransport:
                 channel.reopen_at = self._clock() + channel.backoff
         added = {name: getattr(status, name) + number for name, number in counts.items()}
         self._note(channel, connected=link.up, error=error, **added)
+
+
+def _descriptor(made: zmq.Socket[Any]) -> int:
+    return cast(int, made.get(zmq.FD))
+
+
+def _has_news(monitor: zmq.Socket[Any]) -> bool:
+    return bool(cast(int, monitor.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def _receive(source: zmq.Socket[bytes]) -> tuple[list[list[bytes]], bool]:
