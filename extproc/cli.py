@@ -151,6 +151,53 @@ def check(config_path: Path, as_json: bool) -> None:
             click.echo("  no static instances")
 
 
+@main.command("envoy-config")
+@CONFIG
+@click.option("--pool", help="Which pool's instances Envoy gets; needed when several are configured.")
+@click.option(
+    "--part",
+    type=click.Choice(["bootstrap", "fragment", "filter", "clusters", "routes", "listener"]),
+    default="bootstrap",
+    show_default=True,
+    help="A complete configuration, all pieces for an existing Envoy, or one piece.",
+)
+@click.option("--listen", default="127.0.0.1:10000", show_default=True, help="Where clients connect.")
+@click.option("--envoy-admin", default="127.0.0.1:9901", show_default=True, help="Envoy's admin address; 'none' = off.")
+@click.option("--ext-proc", multiple=True, help="kvcar's address as Envoy reaches it; repeat for several replicas.")
+@click.option("--body-mode", type=click.Choice(["buffered", "full-duplex"]), default="buffered", show_default=True)
+@click.option("--engines-file", help="Endpoints from this watched EDS file instead of the configured instances.")
+@click.option("--fail-closed", is_flag=True, help="Answer 500 while kvcar is away, instead of balancing without it.")
+def envoy_config(
+    config_path: Path,
+    pool: str | None,
+    part: str,
+    listen: str,
+    envoy_admin: str,
+    ext_proc: tuple[str, ...],
+    body_mode: str,
+    engines_file: str | None,
+    fail_closed: bool,
+) -> None:
+    """Print the Envoy configuration that goes with a kvcar configuration, as YAML."""
+    config = read_config(config_path)
+    from extproc import envoy_config as envoy
+
+    overrides: dict[str, Any] = {
+        "listen": listen,
+        "admin": None if envoy_admin == "none" else envoy_admin,
+        "body_mode": envoy.BodyMode(body_mode),
+        "fail_open": not fail_closed,
+        "engines_file": engines_file,
+    }
+    if ext_proc:
+        overrides["ext_proc"] = ext_proc
+    try:
+        text = envoy.render(envoy.options_for(config, pool=pool, **overrides), envoy.Part(part))
+    except ValueError as error:
+        fail(str(error))
+    click.echo(text, nl=False)
+
+
 @main.command("example-config")
 def example_config() -> None:
     """Print a complete, commented configuration."""
