@@ -1,0 +1,134 @@
+"""Chat templates: which one renders a request, and rendering it.
+
+Templates come from the model directory or the operator and run only in the sandboxed environment of transformers (its
+tojson, loop controls, generation tag, block trimming), compiled once and kept. `transformers` is imported on the first
+compilation, not with this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import TemplateError, meta
+
+from extproc.prompt.content_format import wants_list
+
+# Parameters of apply_chat_template: names that never reach a template of the engine as its variables.
+CALL_PARAMETERS = frozenset(
+    ("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length",
+     "tokenizer_kwargs", "sanitize_control_tokens", "add_generation_prompt", "continue_final_message")
+)  # fmt: skip
+# Names that would replace the conversation, the tools or the template itself.
+RESERVED = frozenset(("chat_template", "messages", "conversation", "tools"))
+
+
+class BadTemplate(ValueError):
+    """A template that does not compile."""
+
+
+class RenderError(ValueError):
+    """The template refused the conversation, or failed on it. Carries no text of the request."""
+
+
+class ChatTemplate:
+    """One compiled template. Rendering is thread-safe and holds the GIL for its whole time."""
+
+    def __init__(self, source: str) -> None:
+        """Raises BadTemplate. Some 10 ms, and the import of transformers the first time."""
+        from transformers.utils import chat_template_utils
+
+        self.source = source
+        self._render_all = chat_template_utils.render_jinja_template
+        try:
+            self._compiled = chat_template_utils._compile_jinja_template(source)
+            tree = self._compiled.environment.parse(source)
+        except (TemplateError, RecursionError) as error:
+            raise BadTemplate(f"chat template does not compile: {type(error).__name__}") from error
+        self.variables: frozenset[str] = frozenset(meta.find_undeclared_variables(tree))
+        self.list_format = wants_list(tree)
+        self.knows_developer = '"developer"' in source or "'developer'" in source
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """The prompt's text. `variables` hold the special tokens' texts and whatever else the template may read.
+
+        Raises RenderError.
+        """
+        values = dict(variables)
+        for name in ("messages", "tools", "documents", "add_generation_prompt"):
+            values.pop(name, None)
+        try:
+            if continue_final_message:
+                rendered, _ = self._render_all(
+                    conversations=[list(messages)],
+                    tools=tools,
+                    documents=documents,
+                    chat_template=self.source,
+                    continue_final_message=True,
+                    add_generation_prompt=add_generation_prompt,
+                    **values,
+                )
+                return str(rendered[0])
+            return str(
+                self._compiled.render(
+                    messages=messages,
+                    tools=tools,
+                    documents=documents,
+                    add_generation_prompt=add_generation_prompt,
+                    **values,
+                )
+            )
+        except Exception as error:
+            raise RenderError(type(error).__name__) from None
+
+
+@lru_cache(maxsize=16)
+def request_template(source: str) -> ChatTemplate:
+    """A template that a request brought, where the operator trusts those. Raises BadTemplate."""
+    return ChatTemplate(source)
+
+
+class Templates:
+    """The templates of one model and the engine's order among them: the operator's, the processor's (only for requests
+    without tools), the tokenizer's (of several named ones "tool_use" with tools, else "default")."""
+
+    def __init__(
+        self,
+        *,
+        given: str | None = None,
+        processor: str | None = None,
+        tokenizer: str | Mapping[str, str] | None = None,
+    ) -> None:
+        """Raises BadTemplate for a template that would be used and does not compile."""
+        named = tokenizer if isinstance(tokenizer, Mapping) else {}
+        if given is not None and given in named:
+            given = named[given]
+        if given is not None:
+            self._plain: ChatTemplate | None = ChatTemplate(given)
+            self._with_tools: ChatTemplate | None = self._plain
+            return
+        default = named.get("default") if named else tokenizer
+        with_tools = named.get("tool_use", default) if named else default
+        plain = processor if processor is not None else default
+        self._plain = ChatTemplate(plain) if isinstance(plain, str) else None
+        if with_tools == plain:
+            self._with_tools = self._plain
+        else:
+            self._with_tools = ChatTemplate(with_tools) if isinstance(with_tools, str) else None
+
+    def select(self, *, tools: bool) -> ChatTemplate | None:
+        return self._with_tools if tools else self._plain
+
+    @property
+    def all(self) -> list[ChatTemplate]:
+        return [item for item in dict.fromkeys((self._plain, self._with_tools)) if item is not None]
