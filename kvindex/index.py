@@ -173,9 +173,10 @@ class PrefixIndex:
             found.update(dict.fromkeys(members if members is not None else exposure.members(streams), blocks))
         return found
 
-    def __len__(self) -> int:
+    @property
+    def blocks(self) -> int:
         """Distinct blocks held by any stream."""
-        return len(self._rows)
+        return self._rows.in_use
 
     def check(self) -> None:
         """Assert every invariant. O(everything), writer thread."""
@@ -270,6 +271,11 @@ class StreamView:
     def blocks(self) -> TierBlocks:
         """Resident blocks with a key on each tier; one that is on two tiers counts on both."""
         return TierBlocks(*self._content.counts)
+
+    @property
+    def block_size(self) -> int | None:
+        """The index's: events of another size are not taken over."""
+        return self._index.block_size
 
     @property
     def known(self) -> int:
@@ -371,8 +377,6 @@ class StreamView:
         if self.closed:
             return
         self.closed = True
-        if self._shadow is not None:
-            self._shadow.close()
         if self._parent is not None:
             self._parent._shadow = None
         else:
@@ -380,6 +384,8 @@ class StreamView:
             if self._visible:
                 self._visible = False
                 self._expose(0)
+        if self._shadow is not None:
+            self._shadow.close()
         self._index._drop_content(self._content)
 
     def knows(self, engine_hash: EngineHash) -> bool:

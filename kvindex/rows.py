@@ -69,7 +69,8 @@ class Rows:
         self.interned: dict[int, int] = {}
         self.swept: dict[int, list[int]] | None = None
 
-    def __len__(self) -> int:
+    @property
+    def in_use(self) -> int:
         """Distinct content keys held."""
         return len(self.keys) - 1 - len(self.free)
 
@@ -267,7 +268,7 @@ class Rows:
                 assert self.masks[row], f"row {row} is kept for nobody"
                 assert row not in free, f"row {row} is in use and free"
                 held += 1
-        assert held == len(self), f"{held} keys, {len(self)} rows in use"
+        assert held == self.in_use, f"{held} keys, {self.in_use} rows in use"
         for row in free:
             assert self.keys[row] is None, f"free row {row} has a key"
             assert self.masks[row] == 0, f"free row {row} has holders"
