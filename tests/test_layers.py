@@ -53,6 +53,7 @@ IMPURE = {"socket", "threading", "asyncio", "time", "selectors", "subprocess", "
 KVINDEX_ORDER = [
     {"errors", "events", "hashing"},
     {"rows", "index", "dialects", "fleet"},
+    {"states", "feed"},
     {"sync"},
     {"directory", "capture"},
     {"transport"},
