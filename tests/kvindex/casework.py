@@ -1,4 +1,4 @@
-"""Drives StreamSync and PrefixIndex with the steps of a case file (tests/data/cases/README.md). Knows no case by name."""
+"""Drives StreamSync and PrefixIndex with the steps of a case file (tests/data/cases/README.md), whatever case."""
 
 from __future__ import annotations
 
