@@ -10,6 +10,8 @@ log of the process that failed; all logs stay in `folder`.
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -118,32 +120,28 @@ class Stack:
 
     def settle(self, engines: Sequence[EmulatorProcess] | None = None) -> None:
         """Until kvcar has applied everything that the (running) engines have published. Raises NotReady."""
-        targets = {}
-        for engine in self.engines if engines is None else engines:
-            if engine.running:
-                rows = engine.call("/emulator/state?blocks=0")["ranks"]
-                targets.update({(engine.name, row["rank"]): row["next_sequence"] - 1 for row in rows})
+        chosen = [engine for engine in (self.engines if engines is None else engines) if engine.running]
+        published = _published(chosen)
 
         def applied() -> bool:
             seen = {(row["instance"], row["dp_rank"]): row for row in self.kvcar.get("/streams")["streams"]}
-            return all(
-                key in seen
-                and seen[key]["synchronized"]
-                and (seen[key]["sequence"] if seen[key]["sequence"] is not None else -1) >= sequence
-                for key, sequence in targets.items()
-            )
+            # A view beyond what the engine has published by now is that of the process before a restart.
+            now = _published(chosen)
+            return all(_applied(seen.get(key), least, now[key]) for key, least in published.items())
 
-        wait_for(applied, f"kvcar's view at {targets}", timeout=10.0, fail=self._check_kvcar)
+        wait_for(applied, f"kvcar's view at {published}", timeout=10.0, fail=self._check_kvcar)
 
     def _check_kvcar(self) -> None:
         if not self.kvcar.running:
             raise NotReady(f"kvcar ended with status {self.kvcar.wait(timeout=1)}\n{self.kvcar.log()}")
 
     def stop(self) -> None:
-        """Envoy first: it hurries nobody, and nothing is routed into the void."""
+        """Ends every process; all are told first, so that it takes as long as the slowest."""
+        processes = [getattr(self, "envoy", None), getattr(self, "kvcar", None), *self.engines]
         with contextlib.ExitStack() as stack:
-            for process in (*self.engines, getattr(self, "kvcar", None), getattr(self, "envoy", None)):
-                if process is not None:
+            for process in processes:
+                if process is not None and process.running:
+                    os.kill(process.pid, signal.SIGTERM)
                     stack.callback(process.stop)
 
     @property
@@ -164,3 +162,21 @@ class Stack:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def _published(engines: Sequence[EmulatorProcess]) -> dict[tuple[str, int], int]:
+    """Last published sequence by (engine, rank), -1 = none yet."""
+    return {
+        (engine.name, row["rank"]): row["next_sequence"] - 1
+        for engine in engines
+        for row in engine.call("/emulator/state?blocks=0")["ranks"]
+    }
+
+
+def _applied(stream: Mapping[str, Any] | None, least: int, most: int) -> bool:
+    if stream is None or not stream["connected"]:
+        return False
+    # A stream that has nothing to show yet is not synchronized, and need not be.
+    if stream["sequence"] is None:
+        return least < 0
+    return bool(stream["synchronized"]) and least <= stream["sequence"] <= most
