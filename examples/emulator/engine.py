@@ -258,6 +258,8 @@ class Engine:
             count = min(len(request.tokens) - request.computed, budget)
             need = -(-(request.computed + count) // config.block_size) - len(request.blocks)
             while need > self.pool.free:
+                if self._reclaim(request):
+                    continue
                 victim = self.running[-1]
                 self._preempt(victim)
                 preempted = True
@@ -274,21 +276,21 @@ class Engine:
 
     def _admit(self, work: list[tuple[Request, int]], budget: int, now: float) -> None:
         config = self.config
-        for request in list(self.waiting):
+        for request in self.waiting:
+            if request.loading and now >= request.ready_at:
+                self._loaded(request)
+        for request in sorted(self.waiting, key=lambda request: not request.blocks):
             if budget <= 0 or len(self.running) >= config.max_seqs:
                 return
-            if request.loading:
-                if now < request.ready_at:
-                    continue
-                self._loaded(request)
-            elif not request.blocks and not self._take_prefix(request, now):
+            if not request.blocks and not self._take_prefix(request, now):
                 return
             if request.loading:
                 continue
             count = min(len(request.tokens) - request.computed, budget)
             need = -(-(request.computed + count) // config.block_size) - len(request.blocks)
-            if need > self.pool.free and not self._make_way(request, need, work):
-                return
+            while need > self.pool.free:
+                if self.running or not self._reclaim(request):
+                    return
             if request.report_full and request.blocks:
                 request.stored = 0
             request.blocks += self.pool.allocate(max(0, need))
@@ -298,15 +300,12 @@ class Engine:
             work.append((request, count))
             budget -= count
 
-    def _make_way(self, request: Request, need: int, work: list[tuple[Request, int]]) -> bool:
-        """Nothing runs and loaded requests hold all blocks: the later ones give theirs back, so that one can go."""
-        if self.running or work:
-            return False
+    def _reclaim(self, request: Request) -> bool:
+        """Take the blocks back from the last waiting request that holds some (loaded or loading), not from this one."""
         for other in reversed(self.waiting):
-            if other is not request and other.blocks and not other.loading:
+            if other is not request and other.blocks:
                 self._let_go(other)
-                if need <= self.pool.free:
-                    return True
+                return True
         return False
 
     def _take_prefix(self, request: Request, now: float) -> bool:

@@ -205,6 +205,7 @@ class HostTier:
         self.self_describing = self_describing
         self._emit = emit
         self._blocks: OrderedDict[bytes, Content] = OrderedDict()
+        self._pending: set[bytes] = set()
         self._pinned: dict[bytes, int] = {}
 
     def __len__(self) -> int:
@@ -234,15 +235,15 @@ class HostTier:
                 self._pinned.pop(digest, None)
 
     def prepare(self, contents: Sequence[Content]) -> list[Content]:
-        """Make room for those of `contents` not held yet and return them; evictions make one Removed event.
+        """Make room for those of `contents` that are not here or on their way, and return them for `store`.
 
-        Nothing is returned and nothing evicted when they do not fit.
+        Evictions make one Removed event. Nothing is returned and nothing evicted when they do not fit.
         """
-        fresh = list({c.digest: c for c in contents if c.digest not in self._blocks}.values())
+        fresh = [c for c in contents if c.digest not in self._blocks and c.digest not in self._pending]
         if not fresh:
             return []
         wanted = {content.digest for content in contents}
-        excess = len(self._blocks) + len(fresh) - self.capacity
+        excess = len(self._blocks) + len(self._pending) + len(fresh) - self.capacity
         victims = []
         if excess > 0:
             for digest in self._blocks:
@@ -255,11 +256,13 @@ class HostTier:
             for digest in victims:
                 del self._blocks[digest]
             self._emit(Removed(list(victims), medium="CPU", group_idx=GROUP))
+        self._pending.update(content.digest for content in fresh)
         return fresh
 
     def store(self, contents: Sequence[Content], order: Sequence[Content]) -> None:
         """Take in blocks that `prepare` made room for, announced one by one in `order`."""
         for content in reversed(contents):
+            self._pending.discard(content.digest)
             self._blocks[content.digest] = content
         for content in order:
             self._emit(self._stored(content))
