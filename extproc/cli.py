@@ -164,7 +164,13 @@ def check(config_path: Path, as_json: bool) -> None:
 @click.option("--listen", default="127.0.0.1:10000", show_default=True, help="Where clients connect.")
 @click.option("--envoy-admin", default="127.0.0.1:9901", show_default=True, help="Envoy's admin address; 'none' = off.")
 @click.option("--ext-proc", multiple=True, help="kvcar's address as Envoy reaches it; repeat for several replicas.")
-@click.option("--body-mode", type=click.Choice(["buffered", "full-duplex"]), default="buffered", show_default=True)
+@click.option(
+    "--body-mode",
+    type=click.Choice(["buffered", "full-duplex"]),
+    default="buffered",
+    show_default=True,
+    help="How Envoy hands over bodies.",
+)
 @click.option("--engines-file", help="Endpoints from this watched EDS file instead of the configured instances.")
 @click.option("--fail-closed", is_flag=True, help="Answer 500 while kvcar is away, instead of balancing without it.")
 def envoy_config(

@@ -51,13 +51,13 @@ IMPURE = {"socket", "threading", "asyncio", "time", "selectors", "subprocess", "
 
 # package-internal order of kvindex, lowest first: a module imports only lower ones
 KVINDEX_ORDER = [
-    {"errors", "events", "hashing"},
-    {"rows", "index", "dialects", "fleet"},
-    {"states", "feed"},
+    {"errors", "events", "hashing", "endpoints", "pacer", "walk"},
+    {"rows", "content", "dialects", "fleet"},
+    {"index", "states"},
     {"sync"},
-    {"directory", "capture"},
+    {"directory", "capture", "link", "options"},
     {"transport"},
-    {"discovery"},
+    {"client", "discovery"},
 ]
 
 
