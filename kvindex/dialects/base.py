@@ -35,7 +35,7 @@ from kvindex.dialects.fields import (
 )
 from kvindex.errors import DecodeError
 from kvindex.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event, Skipped, Tier
-from kvindex.index import Walk
+from kvindex.walk import Walk
 
 END = b"\xff" * 8
 """Sequence frame of the end marker."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvindex.dialects.base import Decoder
 from kvindex.events import Tier
-from kvindex.index import Walk
+from kvindex.walk import Walk
 
 
 class Xllm(Decoder):
