@@ -47,7 +47,7 @@ class Follow:
                 self._metrics.failover.labels(self._pool.name).inc()
 
     def on_first_byte(self) -> None:
-        self._ticket.first_byte(self._clock() if self._record.status == 200 else None)
+        self._ticket.first_byte(self._clock(), learn=self._record.status == 200)
 
     def on_usage(self, cached_tokens: int | None, prompt_tokens: int | None) -> None:
         if cached_tokens is not None:
@@ -55,7 +55,7 @@ class Follow:
             self._metrics.hit_tokens.labels(self._pool.name, "delivered").inc(cached_tokens)
 
     def close(self) -> None:
-        self._ticket.close()
+        self._ticket.close(self._clock())
 
 
 class PoolDecider:

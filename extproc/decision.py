@@ -54,15 +54,18 @@ class CountersLike(Protocol):
     waiting_prompt_tokens: int
     waiting_squares: int
     uncached_tokens: float
+    busy_since: float | None
 
+    @property
+    def head_tokens(self) -> float: ...
     @property
     def rate(self) -> float | None: ...
 
 
 class ChargeLike(Protocol):
     def moved(self, address: str, now: float = 0.0) -> None: ...
-    def first_byte(self, now: float | None = None) -> None: ...
-    def close(self) -> None: ...
+    def first_byte(self, now: float | None = None, *, learn: bool = True) -> None: ...
+    def close(self, now: float | None = None) -> None: ...
 
 
 class OwnRequests(Protocol):
@@ -245,13 +248,14 @@ class Ticket:
         for charge in self.charges[:1]:
             charge.moved(address, now)
 
-    def first_byte(self, now: float | None = None) -> None:
+    def first_byte(self, now: float | None = None, *, learn: bool = True) -> None:
+        """The response began; `learn` off for an answer that needed no prefill (an error)."""
         for charge in self.charges:
-            charge.first_byte(now)
+            charge.first_byte(now, learn=learn)
 
-    def close(self) -> None:
+    def close(self, now: float | None = None) -> None:
         for charge in self.charges:
-            charge.close()
+            charge.close(now)
 
 
 def instance_of(candidate: Candidate) -> str:

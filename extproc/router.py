@@ -2,9 +2,10 @@
 
     instances --role, state, exclude--> candidates --load, hits, own counters--> scorer --costs--> order --> Decision
 
-Equal costs (within 1e-9) rotate: the least recently picked of the tied goes first, never-picked ones in name order,
-over the whole life of the router and while the tied set changes. Candidates are handed to the scorer in that order, so
-a scorer that cuts a list (load_gated) rotates too.
+Equal costs (within 1e-9) rotate: of the tied, the one goes first that was least recently picked among ties, those never
+picked in name order, over the whole life of the router and while the tied set changes. Picks by cost do not count, else
+they would shift the turns. Candidates are handed to the scorer in that order, so a scorer that cuts a list (load_gated)
+rotates too.
 
 Nothing to choose from is an answer (`reason`), never an exception; so is a scorer that raises.
 """
@@ -191,7 +192,7 @@ class Router:
         to_decode = profile.destination is Role.DECODE
         listed = second.ordered if to_decode else [c for c in main.ordered if c.name not in plan.alone]
         self._settle(decision, prefill, listed, plan, chosen=best)
-        self._remember(decode, partner, plan)
+        self._remember(decode, partner, plan, second)
         for header, side in ((profile.prefill_header, best), (profile.decode_header, partner)):
             if header is not None:
                 decision.headers += ((header, side.address if profile.value == "address" else instance_of(side)),)
@@ -214,7 +215,7 @@ class Router:
         if target.rank is not None:
             decision.rank = target.rank
             decision.headers = ((self.rank_header, str(target.rank)),)
-        self._remember(request, chosen, plan)
+        self._remember(request, chosen, plan, decision.main)
 
     def _score(
         self, scorer: Scorer, request: Request, candidates: list[Candidate], side: Side, decision: Decision
@@ -246,20 +247,21 @@ class Router:
         decision.reason = "scorer_error"
         decision.detail = f"{type(scorer).__name__}: {type(error).__name__}: {error}"
 
-    def _remember(self, request: Request, candidate: Candidate, plan: _Plan) -> None:
-        """Moves a picked candidate to the end of the rotation, and tells the scorer."""
+    def _remember(self, request: Request, candidate: Candidate, plan: _Plan, side: Side) -> None:
+        """Moves a candidate that was picked among equals to the end of the rotation, and tells the scorer."""
         decode = request.role is Role.DECODE
-        self._turn += 1
-        key = (Role.DECODE if decode else Role.PREFILL, candidate.name)
-        self._picked.pop(key, None)
-        self._picked[key] = self._turn
-        if len(self._picked) > self._remembered + len(plan.prefill) + len(plan.decode):
-            del self._picked[next(iter(self._picked))]
-        slots = plan.decode if decode else plan.prefill
-        for i, slot in enumerate(slots):
-            if slot.name == candidate.name:
-                slots.append(slots.pop(i))
-                break
+        if side.tied > 1:
+            self._turn += 1
+            key = (Role.DECODE if decode else Role.PREFILL, candidate.name)
+            self._picked.pop(key, None)
+            self._picked[key] = self._turn
+            if len(self._picked) > self._remembered + len(plan.prefill) + len(plan.decode):
+                del self._picked[next(iter(self._picked))]
+            slots = plan.decode if decode else plan.prefill
+            for i, slot in enumerate(slots):
+                if slot.name == candidate.name:
+                    slots.append(slots.pop(i))
+                    break
         scorer = self.decode_scorer if decode else self.scorer
         tell = getattr(scorer, "picked", None)
         if tell is not None:
@@ -342,6 +344,9 @@ class _Maker:
                 candidate.waiting_squares = counters.waiting_squares
                 candidate.uncached_tokens = counters.uncached_tokens
                 candidate.prefill_rate = counters.rate
+                if counters.busy_since is not None:
+                    candidate.head_tokens = counters.head_tokens
+                    candidate.busy_seconds = max(0.0, now - counters.busy_since)
             out.append(candidate)
         return out
 

@@ -7,7 +7,11 @@ read. Lives in memory only, so a restart of kvcar starts from 0.
     end, for any reason     the rest released                                  `Charge.close`
 
 Each step counts once, whatever the order of calls. An instance that is removed or restarts takes its counters along:
-later releases reach the old object. Prefill rates are learnt from requests that met an empty queue.
+later releases reach the old object.
+
+Prefill rate: uncached tokens of finished prefills over the time in which any of ours was waiting, forgetting old ones.
+For a request that met an empty queue that is its uncached tokens over its time to first byte; behind others only the
+time since the last first byte counts. `busy_since` tells how far the oldest waiting request must be by now.
 """
 
 from __future__ import annotations
@@ -30,7 +34,13 @@ class Addressed(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Counters:
-    """One candidate's part. Never below 0. `squares`: of the waiting requests' prompt tokens."""
+    """One candidate's part. Never below 0.
+
+    waiting_squares  squares of the waiting requests' prompt tokens
+    waiting, open    charges without a first byte, and all, oldest first; `open` with the time they came
+    busy_since       when the oldest waiting one became the oldest, None = nothing waits
+    measured_since   when the queue began to be busy, or the last first byte came
+    """
 
     instance: str
     requests: int = 0
@@ -39,7 +49,10 @@ class Counters:
     waiting_prompt_tokens: int = 0
     waiting_squares: int = 0
     uncached_tokens: float = 0.0
+    waiting: dict[Charge, None] = field(default_factory=dict)
     open: dict[Charge, float] = field(default_factory=dict)
+    busy_since: float | None = None
+    measured_since: float = 0.0
     rate_tokens: float = 0.0
     rate_seconds: float = 0.0
 
@@ -48,11 +61,16 @@ class Counters:
         """Learnt prefill rate in tokens per second, None = nothing learnt."""
         return self.rate_tokens / self.rate_seconds if self.rate_seconds > 0 else None
 
+    @property
+    def head_tokens(self) -> float:
+        """Uncached tokens of the oldest waiting request."""
+        return next(iter(self.waiting)).uncached if self.waiting else 0.0
+
 
 class Charge:
     """One request's part of one instance's counters. Every method may be called late, twice or never but `close`."""
 
-    __slots__ = ("_counters", "_lone", "_owner", "_prefill_only", "_rank", "_start", "prompt", "uncached", "waiting")
+    __slots__ = ("_counters", "_owner", "_prefill_only", "_rank", "prompt", "uncached", "waiting")
 
     def __init__(
         self,
@@ -67,8 +85,6 @@ class Charge:
         self._owner = owner
         self._counters: Counters | None = None
         self._rank = rank
-        self._start = now
-        self._lone = counters.waiting_requests == 0
         self._prefill_only = prefill_only
         self.prompt = prompt
         self.uncached = uncached
@@ -88,28 +104,31 @@ class Charge:
         name = self._owner.by_address.get(address)
         if name == counters.instance:
             return
-        self._leave(counters)
-        self._lone = False
+        self._leave(counters, now)
         if name is not None:
             self._enter(self._owner.counters_of(name, self._rank), now)
 
-    def first_byte(self, now: float | None = None) -> None:
-        """The first byte of the response body came: the prefill is done. With `now`, the prefill rate is learnt."""
+    def first_byte(self, now: float | None = None, *, learn: bool = True) -> None:
+        """The first byte of the response body came: the prefill is done.
+
+        With `now` the prefill rate is learnt from it, unless `learn` is off (an error answer needed no prefill).
+        """
         counters = self._counters
         if counters is None or not self.waiting:
             return
+        if now is not None and learn and counters.busy_since is not None:
+            self._owner.learn(counters, self.uncached, now - counters.measured_since)
+            counters.measured_since = now
         if self._prefill_only:
-            self._leave(counters)
+            self._leave(counters, now)
         else:
-            self._release_prefill(counters)
+            self._release_prefill(counters, now)
         self.waiting = False
-        if now is not None and self._lone and now > self._start:
-            self._owner.learn(counters, self.uncached, now - self._start)
 
-    def close(self) -> None:
+    def close(self, now: float | None = None) -> None:
         """The exchange is over, for whatever reason."""
         if self._counters is not None:
-            self._leave(self._counters)
+            self._leave(self._counters, now)
 
     def _enter(self, counters: Counters, now: float) -> None:
         counters.requests += 1
@@ -119,18 +138,27 @@ class Charge:
             counters.waiting_prompt_tokens += self.prompt
             counters.waiting_squares += self.prompt * self.prompt
             counters.uncached_tokens += self.uncached
+            if not counters.waiting:
+                counters.busy_since = counters.measured_since = now
+            counters.waiting[self] = None
         counters.open[self] = now
         self._counters = counters
 
-    def _leave(self, counters: Counters) -> None:
+    def _leave(self, counters: Counters, now: float | None) -> None:
         if self.waiting:
-            self._release_prefill(counters)
+            self._release_prefill(counters, now)
         counters.requests -= 1
         counters.prompt_tokens -= self.prompt
         del counters.open[self]
         self._counters = None
 
-    def _release_prefill(self, counters: Counters) -> None:
+    def _release_prefill(self, counters: Counters, now: float | None) -> None:
+        head = next(iter(counters.waiting)) is self
+        del counters.waiting[self]
+        if not counters.waiting:
+            counters.busy_since = None
+        elif head and now is not None:
+            counters.busy_since = now
         counters.waiting_requests -= 1
         counters.waiting_prompt_tokens -= self.prompt
         counters.waiting_squares -= self.prompt * self.prompt
@@ -209,7 +237,7 @@ class InFlight:
 
     def learn(self, counters: Counters, uncached: float, seconds: float) -> None:
         """Takes one observed prefill into the candidate's rate, weighted by its tokens."""
-        if uncached >= self._floor:
+        if uncached >= self._floor and seconds >= 0:
             counters.rate_tokens = counters.rate_tokens * self._keep + uncached
             counters.rate_seconds = counters.rate_seconds * self._keep + seconds
 

@@ -54,7 +54,9 @@ class Candidate:
     requests   our own requests in flight there; waiting_requests those without a first response byte;
                prompt_tokens of requests in flight; waiting_*: of requests without a first byte; `_squares` their
                sum of squares; uncached_tokens outstanding: of requests without a first byte
-    prefill_rate  tokens per second, None = unknown
+    head_tokens, busy_seconds   uncached tokens of the oldest request without a first byte, and for how long it has
+               been the oldest
+    prefill_rate  learnt, tokens per second, None = unknown
     """
 
     name: str
@@ -71,6 +73,8 @@ class Candidate:
     uncached_tokens: float = 0
     prefill_rate: float | None = None
     waiting_squares: int = 0
+    head_tokens: float = 0
+    busy_seconds: float = 0.0
 
 
 @dataclass(slots=True, frozen=True)

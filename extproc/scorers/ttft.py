@@ -1,11 +1,12 @@
 """Estimated time to first token: our outstanding uncached tokens there plus this request's, over the prefill rate.
 
     uncached = max(0, prompt tokens - (w_dev * device + w_host * host + w_disk * disk))
+    queued   = outstanding uncached tokens there - min(those of the oldest, rate * seconds it has been the oldest)
     cost [s] = queued / rate + own_weight * uncached / rate
 
-queued: uncached tokens of our requests there without a first response byte. Rate: `prefill_rates` by instance, else
-`prefill_rate`, else what was learnt of it, else the median of the known ones, else 1 (the cost is then in tokens).
-Needs no load report; sees our own traffic only.
+Outstanding: of our requests there without a first response byte; the oldest is being computed meanwhile. Rate:
+`prefill_rates` by instance, else `prefill_rate`, else what was learnt of it, else the median of the known ones, else 1
+(the cost is then in tokens). Needs no load report; sees our own traffic only.
 
 own_weight above 1 charges cache misses for more than their own time: each also evicts what others would have hit.
 """
@@ -60,7 +61,10 @@ class Ttft:
         costs: list[Cost | None] = []
         for c, rate in zip(candidates, rates, strict=True):
             uncached = request.tokens - hit_tokens(c, request.tokens, self.weights)
-            costs.append(((c.uncached_tokens + self.own_weight * uncached) / (rate or usual),))
+            queued = c.uncached_tokens
+            if rate and c.busy_seconds:
+                queued -= min(c.head_tokens, rate * c.busy_seconds)
+            costs.append(((queued + self.own_weight * uncached) / (rate or usual),))
         return costs
 
     def _rate(self, candidate: Candidate) -> float | None:

@@ -105,23 +105,45 @@ def test_sent_since_a_report() -> None:
     assert inflight.sent_since("nobody", 0.0) == 0
 
 
-def test_prefill_rate_is_learnt_from_requests_that_met_an_empty_queue() -> None:
+def test_prefill_rate_of_requests_that_met_an_empty_queue() -> None:
+    """Tokens over time to first byte, weighted by tokens, forgetting the old ones."""
     inflight = InFlight(rate_memory=4)
     assert inflight.counters_of("a").rate is None
     inflight.charge("a", 8000, 8000, now=0.0).first_byte(1.0)
     assert inflight.counters_of("a").rate == pytest.approx(8000)
-    alone, behind = inflight.charge("a", 4000, 4000, now=2.0), inflight.charge("a", 9000, 9000, now=2.0)
-    behind.first_byte(2.1)  # it met a queue
-    inflight.charge("a", 9000, 10, now=3.0)  # too little to learn from
+    inflight.charge("a", 9000, 10, now=2.0).first_byte(3.0)  # too little to learn from
+    inflight.charge("a", 9000, 9000, now=3.0).first_byte(3.1, learn=False)  # an error answer
+    inflight.charge("a", 9000, 9000, now=3.0).close(3.1)
     assert inflight.counters_of("a").rate == pytest.approx(8000)
-    alone.first_byte(3.0)
-    rate = inflight.counters_of("a").rate
-    assert rate == pytest.approx((8000 * 0.75 + 4000) / (1 * 0.75 + 1))
-    for _ in range(60):
-        charge = inflight.charge("b", 1000, 1000, now=0.0)
-        charge.first_byte(0.5)
-        charge.close()
-    assert inflight.counters_of("b").rate == pytest.approx(2000)
+    inflight.charge("a", 4000, 4000, now=4.0).first_byte(5.0)
+    assert inflight.counters_of("a").rate == pytest.approx((8000 * 0.75 + 4000) / (1 * 0.75 + 1))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_prefill_rate_behind_a_queue(order: tuple[int, int, int]) -> None:
+    """Waiting behind others is no work: only the time since the last first byte counts, in any order."""
+    inflight = InFlight(rate_memory=1e9)
+    charges = [inflight.charge("a", 2000, 2000, now=0.1 * i) for i in range(3)]
+    for turn, i in enumerate(order, 1):
+        charges[i].first_byte(float(turn))
+    assert inflight.counters_of("a").rate == pytest.approx(2000)
+    idle = inflight.charge("a", 2000, 2000, now=100.0)
+    idle.first_byte(101.0)
+    assert inflight.counters_of("a").rate == pytest.approx(2000), "an idle queue is no slow one"
+
+
+def test_progress_of_the_oldest() -> None:
+    inflight = InFlight()
+    first, second = inflight.charge("a", 900, 700, now=1.0), inflight.charge("a", 900, 300, now=2.0)
+    counters = inflight.counters_of("a")
+    assert (counters.busy_since, counters.head_tokens) == (1.0, 700)
+    first.first_byte(5.0)
+    assert (counters.busy_since, counters.head_tokens) == (5.0, 300)
+    third = inflight.charge("a", 900, 100, now=6.0)
+    third.close(7.0)
+    assert (counters.busy_since, counters.head_tokens) == (5.0, 300), "an abort behind it is no progress"
+    second.close(8.0)
+    assert (counters.busy_since, counters.head_tokens) == (None, 0)
 
 
 def test_random_calls_never_go_below_zero_and_end_at_zero() -> None:

@@ -216,6 +216,16 @@ def test_rotation_survives_a_changing_tied_set() -> None:
     assert picks == ["a", "b", "c", "a", "d", "b", "c"]
 
 
+def test_picks_by_cost_do_not_shift_the_turns() -> None:
+    """Between two ties the same one always wins by its hit: the ties are still split evenly."""
+    router = Router(build("car"))
+    picks = []
+    for _ in range(10):
+        picks.append(route(router, fleet("a b")).chosen.name)
+        assert route(router, fleet("a b"), hits={"a": [(64, 0, 0)]}).chosen.name == "a"
+    assert Counter(picks) == {"a": 5, "b": 5}
+
+
 def test_near_equal_costs_are_equal() -> None:
     class Noisy:
         def costs(self, request: Request, candidates: Sequence[Candidate]) -> list[Cost | None]:

@@ -277,6 +277,15 @@ def test_ttft_configured_rates_and_weight() -> None:
     assert scorer.costs(Request(4000, 16), candidates) == [(1.1,), (2.0,), (1.0,)]
 
 
+def test_ttft_counts_what_the_oldest_must_have_done_by_now() -> None:
+    """At most the whole of the oldest, whatever the time: the others cannot have begun."""
+    for busy, queued in ((0.0, 5000), (0.5, 4000), (60.0, 2000)):
+        candidate = made("A", uncached_tokens=5000, head_tokens=3000, busy_seconds=busy, prefill_rate=2000)
+        assert build("ttft").costs(Request(0, 16), [candidate]) == [(queued / 2000,)]
+    unknown = made("A", uncached_tokens=5000, head_tokens=3000, busy_seconds=9.0)
+    assert build("ttft").costs(Request(0, 16), [unknown]) == [(5000,)], "no rate, no progress"
+
+
 # -- slo_aware
 
 PROFILES = {
