@@ -34,6 +34,7 @@ from extproc.session_rules import Observer, SessionOptions, SessionRules
 
 log = logging.getLogger(__name__)
 
+_SOCKETS = ("unix:", "unix-abstract:")
 LIVENESS = "liveness"
 READINESS = ("", "readiness", wire.SERVICE)
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -125,6 +126,7 @@ class ExtProcServer:
         limit = self._rules.options.max_body_bytes
         if 0 <= options.max_message_bytes <= limit:
             raise ServerError(f"max_message_bytes {options.max_message_bytes} must be above max_body_bytes {limit}")
+        _check_address(options.address)
         server = grpc.aio.server(options=_channel_options(options))
         server.add_generic_rpc_handlers((_Routes(self._process, self._health),))
         await self._health.set(LIVENESS, _SERVING)
@@ -163,15 +165,13 @@ class ExtProcServer:
         # Health watches never end by themselves: with no exchange left there is nothing to wait for. Looked at twice,
         # because a stream that was accepted a moment ago may not have reached its handler yet.
         quiet = 0
-        while not stopping.done():
+        while not stopping.done() and quiet < 2:
+            idle = asyncio.ensure_future(self._idle.wait())
+            await asyncio.wait({stopping, idle}, return_when=asyncio.FIRST_COMPLETED)
+            idle.cancel()
+            await asyncio.wait({stopping}, timeout=0.05)
             quiet = quiet + 1 if self._idle.is_set() else 0
-            if quiet > 1:
-                await server.stop(None)
-            else:
-                idle = asyncio.ensure_future(self._idle.wait())
-                await asyncio.wait({stopping, idle}, return_when=asyncio.FIRST_COMPLETED)
-                idle.cancel()
-                await asyncio.wait({stopping}, timeout=0.05)
+        await server.stop(None)
         await stopping
 
     async def _set_health(self, serving: bool) -> None:
@@ -249,7 +249,7 @@ class _Routes(grpc.GenericRpcHandler):  # type: ignore[misc]
 def _channel_options(options: ServerOptions) -> list[tuple[str, int | str]]:
     """Names as grpcio knows them: it ignores unknown ones silently (envoy.md section 8)."""
     return [
-        ("grpc.max_receive_message_length", options.max_message_bytes),
+        ("grpc.max_receive_message_length", min(options.max_message_bytes, (1 << 31) - 1)),
         ("grpc.http2.min_ping_interval_without_data_ms", round(options.min_ping_interval * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.so_reuseport", 0),  # a second server on the port is an error, not half of the traffic
@@ -299,9 +299,16 @@ def _credentials(tls: TlsOptions) -> Any:
     )
 
 
+def _check_address(address: str) -> None:
+    """Before grpc sees it, which takes a port modulo 65536."""
+    host, _, port = address.rpartition(":")
+    if not address.startswith(_SOCKETS) and not (host and port.isdecimal() and int(port) < 65_536):
+        raise ServerError(f"cannot listen on {address}: not ip:port or unix:path")
+
+
 def _why_not(address: str) -> str:
     """The operating system's own words for a failed bind; grpc gives none."""
-    if address.startswith(("unix:", "unix-abstract:")):
+    if address.startswith(_SOCKETS):
         return "the socket path cannot be used"
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -314,6 +321,4 @@ def _why_not(address: str) -> str:
     except OSError as error:
         known = {errno.EADDRINUSE: "the port is in use", errno.EADDRNOTAVAIL: "the address is not one of this host"}
         return known.get(error.errno or 0, error.strerror or str(error))
-    except (ValueError, OverflowError):
-        return "not an ip:port"
     return "grpc could not bind it"

@@ -10,8 +10,8 @@ Cost with protobuf's C implementation (upb): headers 5 us + about 0.4 us a heade
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -40,6 +40,7 @@ IMPLEMENTATION: str = api_implementation.Type()
 OVERWRITE_IF_EXISTS_OR_ADD = 2
 SERVED_KEY = "x-gateway-destination-endpoint-served"
 UPSTREAM_ADDRESS = "upstream.address"
+_LARGEST = sys.float_info.max
 _UPPER = re.compile("[A-Z]")
 
 # "name number type"; a name ending in | is in the message's oneof; "* T" is repeated, "map T" has string keys.
@@ -328,7 +329,7 @@ def _plain(value: Any) -> object:
 
 
 def fill(struct: Any, mapping: Mapping[str, object], text: Callable[[str], str] = _text) -> None:
-    """Write plain Python into a Struct. Numbers become doubles; what JSON could not carry becomes its text."""
+    """Write plain Python into a Struct. Numbers become doubles; what has no JSON form becomes text."""
     struct.SetInParent()
     for name, value in mapping.items():
         _put(struct.fields[text(name)], value, text)
@@ -339,8 +340,11 @@ def _put(target: Any, value: object, text: Callable[[str], str]) -> None:
         target.string_value = text(value)
     elif isinstance(value, bool):
         target.bool_value = value
-    elif isinstance(value, (int, float)) and math.isfinite(value):
-        target.number_value = value
+    elif isinstance(value, (int, float)):
+        if -_LARGEST <= value <= _LARGEST:
+            target.number_value = value
+        else:
+            target.string_value = "out of range"
     elif value is None:
         target.null_value = 0
     elif isinstance(value, Mapping):
