@@ -113,6 +113,14 @@ class Stack:
         self.envoy.wait_healthy("engines", len(self.engines))
         self.wait_routing()
 
+    def repair(self) -> None:
+        """Starts what has died. Raises NotReady or StartFailed."""
+        start_all([engine for engine in self.engines if not engine.running])
+        if not self.kvcar.running:
+            self.kvcar.start()
+            self.kvcar.wait_ready()
+        self.wait_routing()
+
     def wait_routing(self) -> None:
         """Until Envoy asks kvcar, and kvcar follows every engine's events."""
         self.envoy.wait_healthy("extproc", 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -20,14 +20,6 @@ pytestmark = pytest.mark.real
 
 BLOCK = 16
 SYSTEM = "You are the assistant of a library. Answer briefly and name the shelf. " * 8
-
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    options = {"block_size": BLOCK, "prefill_rate": 40_000, "decode_rate": 1000, "max_model_len": 32_768}
-    config = {"limits": {"max_body_bytes": 4 << 20}}
-    with Stack(tmp_path_factory.mktemp("stack"), engine_options=options, config=config) as stack:
-        yield stack
 
 
 @pytest.fixture
