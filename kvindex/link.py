@@ -5,19 +5,21 @@ The transport reads a batch of frames first and the monitor after it, then asks 
 handshake before the first frame of that connection can be read, so
 
     no new handshake known after the batch    every frame of it came over the old connection: keep
-    a new handshake known                     either may be: throw away until the queue was found empty in a read that
+    loss known, queue found empty since       the old connection has nothing left: what comes is the new one's: keep
+    loss and new handshake in one look        either may be: throw away until the queue was found empty in a read that
                                               began after the news; what was lost is a gap, or in the replay
 
-                 handshake                    disconnected                      handshake
-    NEW ---------------------------> UP ---------------------> FALLING ---------------------+
-     |  connected, then its frames   ^ |                          | queue empty:             |
-     |                               | |   handshake              |   disconnected           v
-     |                               | +------------------------> DOWN -----------------> PURGING
-     |                               |                                                       | queue empty:
-     |                               +-------------------------------------------------------+   (disconnected,)
-     |                                                                                           reconnected
+                 handshake                 lost                   queue empty
+    NEW -------------------------> UP ----------------> FALLING --------------> DOWN
+         connected, then frames    ^ ^                     | handshake            | handshake
+                                   | |                     v                      |
+                                   | +---------------- PURGING                    |
+                                   |   queue empty:                               |
+                                   |   disconnected, reconnected                  |
+                                   +----------------------------------------------+
+                                       reconnected, then frames
 
-With `bind` several peers may be connected: the connection is lost when the last one is.
+With `bind` several peers may be connected: the connection is lost when the last one is; a further peer purges.
 """
 
 from __future__ import annotations
@@ -79,15 +81,16 @@ class Link:
         self._bind = bind
         self._met = False  # a handshake has succeeded before
         self._told_up = False
+        self._before: tuple[Told, ...] = ()
         self.replaced()
 
     def replaced(self) -> None:
-        """The socket is a new one; what sync has heard so far stays true."""
+        """The socket is a new one with an empty queue; what sync has heard so far stays true."""
         self._peers: set[int] = set()
+        self._empty = True  # nothing of an earlier connection is left in the queue
         self._falling = False
         self._purging = False
         self._news = False  # a boundary was announced after the batch under judgement was read
-        self._first = False
         self.up = False
         self.retries = 0
         """Failed tries since the last handshake."""
@@ -98,10 +101,11 @@ class Link:
         """`value`: the connection's descriptor for ACCEPTED and DISCONNECTED, as libzmq gives it."""
         if event is Event.HANDSHAKE:
             self.up, self.retries, self.lost = True, 0, False
-            if self._met:
-                self._purging = self._news = True
+            if self._empty:
+                self._empty = False
+                self._before += self._tell_up()
             else:
-                self._met = self._first = True
+                self._purging = self._news = True
         elif event is Event.DISCONNECTED:
             self._peers.discard(value)
             if self._bind and self._peers:
@@ -120,21 +124,25 @@ class Link:
 
     def judge(self, drained: bool) -> Verdict:
         """About the batch read before the latest events; `drained`: the queue was empty at its end."""
-        before: tuple[Told, ...] = ()
-        if self._first:
-            self._first, self._told_up = False, True
-            before = (Told.CONNECTED,)
+        before, self._before = self._before, ()
         news, self._news = self._news, False
         keep = not self._purging
         if not drained or news:
             return Verdict(before, keep, (), True)
         after: tuple[Told, ...] = ()
         if self._purging or self._falling:
-            if self._told_up:
-                after = (Told.DISCONNECTED,)
-                self._told_up = False
-            if self._purging and self.up:
-                after += (Told.RECONNECTED,)
-                self._told_up = True
+            after = self._tell_up() if self.up else self._tell_down()
             self._purging = self._falling = False
+            self._empty = not self.up
         return Verdict(before, keep, after, False)
+
+    def _tell_down(self) -> tuple[Told, ...]:
+        told_up, self._told_up = self._told_up, False
+        return (Told.DISCONNECTED,) if told_up else ()
+
+    def _tell_up(self) -> tuple[Told, ...]:
+        """A connection is up; the one before, if sync believes in it, is gone."""
+        met, self._met = self._met, True
+        down = self._tell_down()
+        self._told_up = True
+        return (*down, Told.RECONNECTED) if met else (Told.CONNECTED,)

@@ -41,9 +41,10 @@ from kvindex.errors import CapacityExceeded, ConfigurationError
 from kvindex.fleet import StreamEndpoint
 from kvindex.link import Event, Link, LinkStatus, Told
 from kvindex.options import TransportOptions, from_environment
+from kvindex.pacer import Pacer
 from kvindex.sync import Action, CancelReplay, StartReplay, StreamSync
 
-__all__ = ["EventTransport", "Followed", "Pacer", "TransportOptions", "from_environment"]
+__all__ = ["EventTransport", "Followed", "TransportOptions", "from_environment"]
 
 log = logging.getLogger(__name__)
 
@@ -82,34 +83,6 @@ class Followed(Protocol):
 
     def open(self) -> StreamSync: ...
     def close(self) -> None: ...
-
-
-class Pacer:
-    """Calling it sleeps `rest` once `budget` of work has passed since the last rest. About 0.1 us otherwise."""
-
-    __slots__ = ("_budget", "_clock", "_rest", "_sleep", "_until", "rests")
-
-    def __init__(
-        self,
-        budget: float,
-        rest: float,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._budget, self._rest, self._clock, self._sleep = budget, rest, clock, sleep
-        self._until = clock() + budget
-        self.rests = 0
-
-    def __call__(self) -> None:
-        if self._clock() >= self._until:
-            self._sleep(self._rest)
-            self.rests += 1
-            self._until = self._clock() + self._budget
-
-    def rested(self) -> None:
-        """The thread has just waited for something else."""
-        self._until = self._clock() + self._budget
 
 
 class _Attempt:
