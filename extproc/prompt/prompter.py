@@ -128,7 +128,7 @@ class Prompter:
             log.error("%s", error)
             loaded = None
         try:
-            templates = _templates(options, loaded) if loaded else None
+            templates = templates_of(options, loaded) if loaded else None
         except BadTemplate as error:
             if strict:
                 raise
@@ -398,7 +398,8 @@ def _keep_special(tokens: bytes, keep: int, around: tuple[Sequence[int], Sequenc
     return (tokens[: 4 * before] + tokens[end - 4 * inside : end] + tokens[end:])[: 4 * keep]
 
 
-def _templates(options: Options, loaded: Loaded) -> Templates:
+def templates_of(options: Options, loaded: Loaded) -> Templates:
+    """Raises BadTemplate."""
     given = options.chat_template
     if given is not None and not (isinstance(loaded.tokenizer_template, dict) and given in loaded.tokenizer_template):
         given = read_template(given)

@@ -45,7 +45,7 @@ class Loaded:
     """What a model directory says about its prompts."""
 
     encode: Callable[[Sequence[str], bool], list[bytes]]  # (texts, add_special_tokens) -> packed ids
-    config: dict[str, Any]  # tokenizer.json as in use, without vocabulary
+    config: dict[str, Any]  # tokenizer.json as in use, as far as `settings` gives it
     special_texts: dict[str, Any]  # template variables bos_token, eos_token, ...
     tokenizer_template: str | dict[str, str] | None
     processor_template: str | None
@@ -81,20 +81,42 @@ def load(
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = False
-    config = json.loads(backend.to_str())
-    vocabulary = backend.get_vocab_size(with_added_tokens=True)
-    for part in ("vocab", "merges"):
-        config["model"].pop(part, None)
     files = _Files(source, path, options)
     return Loaded(
         encode=_encoder(backend),
-        config=config,
+        config=settings(backend),
         special_texts=dict(tokenizer.special_tokens_map),
         tokenizer_template=tokenizer.chat_template,
         processor_template=_processor_template(files),
         native_renderer=_native_renderer(files),
-        vocabulary=vocabulary,
+        vocabulary=backend.get_vocab_size(with_added_tokens=True),
     )
+
+
+def settings(backend: Any) -> dict[str, Any]:
+    """What a backend's tokenizer.json says besides its vocabulary (writing all of it would take seconds)."""
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return {
+        "added_tokens": [
+            {"content": token.content, **{flag: getattr(token, flag) for flag in flags}}
+            for token in backend.get_added_tokens_decoder().values()
+        ],
+        "normalizer": _state(backend.normalizer),
+        "post_processor": _state(backend.post_processor),
+        "truncation": backend.truncation,
+        "padding": backend.padding,
+        "model": {"dropout": getattr(backend.model, "dropout", None)},
+    }
+
+
+def _state(component: Any) -> dict[str, Any] | None:
+    if component is None:
+        return None
+    try:
+        state = json.loads(component.__getstate__())
+    except Exception:  # a component written in Python: of no known kind
+        return {"type": "unknown"}
+    return state if isinstance(state, dict) else {"type": "unknown"}
 
 
 def _encoder(backend: Any) -> Callable[[Sequence[str], bool], list[bytes]]:

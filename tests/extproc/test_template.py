@@ -1,0 +1,237 @@
+"""Chat templates: content format, selection, sandbox, and what reaches them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extproc.prompt import Options, Prompt, Prompter
+from extproc.prompt.prompter import read_template
+from extproc.prompt.template import BadTemplate, ChatTemplate, RenderError, Templates
+from extproc.reasons import Reason, Unscored
+from tests.tokenizers import SMALL
+
+U = [{"role": "user", "content": "hi"}]
+LOOP = "{% for message in messages %}"
+PARTS = "{% for p in m.content %}{% endfor %}"
+FORMATS = [
+    # what, template, list format
+    ("prints content", LOOP + "{{ message.content }}{% endfor %}", False),
+    ("loops over message.content", LOOP + "{% for p in message.content %}{% endfor %}{% endfor %}", True),
+    ("by index", LOOP + "{% for p in message['content'] %}{% endfor %}{% endfor %}", True),
+    ("other loop variable", "{% for m in messages %}{% for p in m.content %}{% endfor %}{% endfor %}", True),
+    ("filtered", LOOP + "{% for p in message.content | list %}{% endfor %}{% endfor %}", True),
+    ("sliced messages", "{% for m in messages[1:] %}{% for p in m.content %}{% endfor %}{% endfor %}", True),
+    ("assigned messages", "{% set l = messages[1:] %}{% for m in l %}" + PARTS + "{% endfor %}", True),
+    ("assigned twice", "{% set a = messages %}{% set b = a | list %}{% for m in b %}" + PARTS + "{% endfor %}", True),
+    ("loop over a variable named content", LOOP + "{% for p in content %}{% endfor %}{% endfor %}", True),
+    ("loop over tool calls", LOOP + "{% for c in message.tool_calls %}{% endfor %}{% endfor %}", False),
+    ("content of something else", LOOP + "{% for p in other.content %}{% endfor %}{% endfor %}", False),
+    ("content in a macro", "{% macro r(content) %}{% for p in content %}{% endfor %}{% endmacro %}", False),
+    (
+        "macro that gets message content",
+        "{% macro r(x) %}{% for p in x %}{% endfor %}{% endmacro %}" + LOOP + "{{ r(message.content) }}{% endfor %}",
+        True,
+    ),
+    (
+        "macro by keyword",
+        "{% macro r(x) %}{% for p in x %}{% endfor %}{% endmacro %}" + LOOP + "{{ r(x=message.content) }}{% endfor %}",
+        True,
+    ),
+    (
+        "macro that gets it in another parameter",
+        "{% macro r(x, y) %}{% for p in y %}{% endfor %}{% endmacro %}" + LOOP + "{{ r(message.content) }}{% endfor %}",
+        False,
+    ),
+    # where messages go into anything but a plain variable, the engine gives up looking
+    ("unpacked messages", "{% for a, b in messages %}{% for p in content %}{% endfor %}{% endfor %}", False),
+    ("namespace", "{% set n = namespace() %}{% set n.m = messages %}{% for p in content %}{% endfor %}", False),
+]
+
+
+@pytest.mark.parametrize(("what", "source", "list_format"), FORMATS, ids=[row[0] for row in FORMATS])
+def test_content_format(what: str, source: str, list_format: bool) -> None:
+    assert ChatTemplate(source).list_format is list_format
+
+
+DEVELOPER = [("{{ 'developer' }}", True), ('{{ "developer" }}', True), ("developer", False), ("", False)]
+
+
+@pytest.mark.parametrize(("source", "knows"), DEVELOPER)
+def test_developer_role(source: str, knows: bool) -> None:
+    assert ChatTemplate(source).knows_developer is knows
+
+
+def render(source: str, **more: Any) -> str:
+    return ChatTemplate(source).render(U, tools=more.pop("tools", None), variables=more.pop("variables", {}), **more)
+
+
+RENDERED = [
+    # what, template, arguments, text
+    ("tojson escapes nothing", "{{ tools | tojson }}", {"tools": [{"b": "<é&>", "a": 1}]}, '[{"b": "<é&>", "a": 1}]'),
+    ("blocks are trimmed", "{% if true %}\n  x\n  {% endif %}\ny", {}, "  x\ny"),
+    ("loop controls", "{% for n in [1, 2, 3] %}{% if n == 2 %}{% break %}{% endif %}{{ n }}{% endfor %}", {}, "1"),
+    ("generation tag", "{% generation %}a{% endgeneration %}", {}, "a"),
+    ("a variable", "{{ x }}", {"variables": {"x": 1}}, "1"),
+    ("reserved names lose", "{{ messages | length }}", {"variables": {"messages": []}}, "1"),
+    ("no tools are none", "{{ tools is none }}", {}, "True"),
+]
+
+
+@pytest.mark.parametrize(("what", "source", "arguments", "text"), RENDERED, ids=[row[0] for row in RENDERED])
+def test_render(what: str, source: str, arguments: dict[str, Any], text: str) -> None:
+    assert render(source, **arguments) == text
+
+
+ESCAPES = [
+    "{{ ''.__class__.__mro__ }}{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.append(1) }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{{ raise_exception('my-secret') }}",
+    "{{ 1 / 0 }}",
+    "{{ undefined_name.x }}",
+    "{% for n in range(10000000000) %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", ESCAPES)
+def test_templates_are_caged_and_fail_without_a_word_of_the_request(source: str) -> None:
+    with pytest.raises(RenderError) as error:
+        render(source)
+    assert "secret" not in str(error.value)
+    assert error.value.__cause__ is None
+
+
+CONTINUED = [
+    ("{% for m in messages %}<{{ m.content }}>{% endfor %}", "Sunny, with", "<Sunny, with"),
+    ("{% for m in messages %}<{{ m.content | trim }}>{% endfor %}", "Sunny, ", "<Sunny,"),
+]
+
+
+@pytest.mark.parametrize(("source", "content", "text"), CONTINUED)
+def test_continue_final_message(source: str, content: str, text: str) -> None:
+    template = ChatTemplate(source)
+    messages = [{"role": "assistant", "content": content}]
+    rendered = template.render(
+        messages, tools=None, variables={}, add_generation_prompt=False, continue_final_message=True
+    )
+    assert rendered == text
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{{ x", "{% unknown %}"])
+def test_bad_template(source: str) -> None:
+    with pytest.raises(BadTemplate):
+        ChatTemplate(source)
+
+
+SELECTION = [
+    # given, processor, tokenizer, with tools, without
+    (None, None, "T", "T", "T"),
+    ("G", "P", "T", "G", "G"),
+    (None, "P", "T", "T", "P"),
+    (None, None, {"default": "D", "tool_use": "U"}, "U", "D"),
+    (None, None, {"default": "D"}, "D", "D"),
+    (None, None, {"rag": "R"}, None, None),
+    ("rag", None, {"default": "D", "rag": "R"}, "R", "R"),
+    (None, "P", None, None, "P"),
+    (None, None, None, None, None),
+]
+
+
+@pytest.mark.parametrize(("given", "processor", "tokenizer", "with_tools", "without"), SELECTION)
+def test_selection(given: Any, processor: Any, tokenizer: Any, with_tools: Any, without: Any) -> None:
+    templates = Templates(given=given, processor=processor, tokenizer=tokenizer)
+
+    def chosen(tools: bool) -> str | None:
+        template = templates.select(tools=tools)
+        return template.source if template else None
+
+    assert (chosen(True), chosen(False)) == (with_tools, without)
+
+
+def test_read_template(tmp_path: Path) -> None:
+    path = tmp_path / "t.jinja"
+    path.write_text("{{ x }}", encoding="utf-8")
+    assert read_template(str(path)) == "{{ x }}"
+    assert read_template("{{ y }}") == "{{ y }}"
+    with pytest.raises(BadTemplate, match="No such file"):
+        read_template(str(tmp_path / "missing.jinja"))
+
+
+# -- what reaches the template, through a whole prompter ---------------------------------------------------------------
+
+SHOW = (
+    "{{ x }}|{{ enable_thinking }}|{{ reasoning_effort }}|{{ documents | length if documents }}|"
+    "{{ add_generation_prompt }}|{{ tools | length if tools }}|{{ bos_token }}|{{ max_length }}"
+)
+
+
+async def shown(fields: dict[str, Any], **options: Any) -> str | Reason:
+    prompter = Prompter.load(
+        Options(tokenizer=str(SMALL), models=("m",), **{"chat_template": SHOW, "timeout": 30.0, **options})
+    )
+    body = json.dumps({"messages": U, **fields}).encode()
+    result = await prompter.prompt("/v1/chat/completions", body)
+    return result.reason if isinstance(result, Unscored) else str(result.text)
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+REACHES = [
+    # what, body, options, text or reason
+    ("nothing", {}, {}, "||||True||<s>|"),
+    ("kwargs", {"chat_template_kwargs": {"x": 1}}, {}, "1||||True||<s>|"),
+    ("the engine's defaults", {}, {"chat_template_kwargs": {"x": 2}}, "2||||True||<s>|"),
+    ("kwargs beat defaults", {"chat_template_kwargs": {"x": 1}}, {"chat_template_kwargs": {"x": 2}}, "1||||True||<s>|"),
+    ("null does not", {"chat_template_kwargs": {"x": None}}, {"chat_template_kwargs": {"x": 2}}, "2||||True||<s>|"),
+    ("effort switches thinking", {"reasoning_effort": "low"}, {}, "|True|low||True||<s>|"),
+    ("unless kwargs do", {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, {},
+     "|False|low||True||<s>|"),
+    ("effort beats kwargs", {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, {},
+     "|True|low||True||<s>|"),
+    ("documents", {"documents": [{}]}, {}, "|||1|True||<s>|"),
+    ("documents by kwargs", {"chat_template_kwargs": {"documents": [{}, {}]}}, {}, "|||2|True||<s>|"),
+    ("body documents beat them", {"documents": [{}], "chat_template_kwargs": {"documents": []}}, {}, "|||1|True||<s>|"),
+    ("no generation prompt", {"add_generation_prompt": False}, {}, "||||False||<s>|"),
+    ("not by kwargs", {"chat_template_kwargs": {"add_generation_prompt": False}}, {}, "||||True||<s>|"),
+    ("call parameters do not", {"chat_template_kwargs": {"max_length": 5, "tokenize": True}}, {}, "||||True||<s>|"),
+    ("unknown names have no effect", {"chat_template_kwargs": {"whatever": 5}}, {}, "||||True||<s>|"),
+    ("tools", {"tools": [TOOL]}, {}, "||||True|1|<s>|"),
+    ("tool_choice none keeps tools", {"tools": [TOOL], "tool_choice": "none"}, {}, "||||True|1|<s>|"),
+    ("unless the engine excludes them", {"tools": [TOOL], "tool_choice": "none"},
+     {"exclude_tools_when_tool_choice_none": True}, "||||True||<s>|"),
+    ("kwargs chat_template", {"chat_template_kwargs": {"chat_template": "x"}}, {}, Reason.TEMPLATE),
+    ("kwargs messages", {"chat_template_kwargs": {"messages": []}}, {}, Reason.TEMPLATE),
+    ("kwargs conversation", {"chat_template_kwargs": {"conversation": []}}, {}, Reason.TEMPLATE),
+    ("kwargs tools", {"chat_template_kwargs": {"tools": []}}, {}, Reason.TEMPLATE),
+    ("kwargs bos_token", {"chat_template_kwargs": {"bos_token": "x"}}, {}, Reason.TEMPLATE),
+    ("kwargs tools null", {"chat_template_kwargs": {"tools": None}}, {}, "||||True||<s>|"),
+    ("request template", {"chat_template": "{{ 1 + 1 }}"}, {}, Reason.TEMPLATE),
+    ("request template, trusted", {"chat_template": "{{ 1 + 1 }}"}, {"trust_request_chat_template": True}, "2"),
+    ("bad request template, trusted", {"chat_template": "{% if"}, {"trust_request_chat_template": True},
+     Reason.TEMPLATE_ERROR),
+    ("native renderer", {}, {"renderer": "native"}, Reason.RENDERER),
+    ("template raises", {}, {"chat_template": "{{ raise_exception('no') }}"}, Reason.TEMPLATE_ERROR),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "fields", "options", "expected"), REACHES, ids=[row[0] for row in REACHES])
+async def test_what_reaches_the_template(
+    what: str, fields: dict[str, Any], options: dict[str, Any], expected: str | Reason
+) -> None:
+    assert await shown(fields, **options) == expected
+
+
+async def test_content_format_override() -> None:
+    source = "{% for m in messages %}{{ m.content is string }}{% endfor %}"
+    assert await shown({}, chat_template=source) == "True"
+    assert await shown({}, chat_template=source, content_format="openai") == "False"
+    looped = "{% for m in messages %}{{ m.content is string }}{% for p in m.content %}{% endfor %}{% endfor %}"
+    assert await shown({}, chat_template=looped) == "False"
+    assert await shown({}, chat_template=looped, content_format="string") == "True"
+
+
+def test_prompt_hides_its_text() -> None:
+    assert "hi" not in repr(Prompt(tokens=b"hi", count=1, model="m", text="hi", salt="hi"))
