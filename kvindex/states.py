@@ -23,10 +23,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
-from kvindex.index import TierBlocks
+from kvindex.walk import TierBlocks
 
 
-class Recovery(StrEnum):
+class _Word(StrEnum):
+    """Keys of the table: hashed as the text they are, in C (Enum's own hash is a Python function)."""
+
+    __hash__ = str.__hash__
+
+
+class Recovery(_Word):
     """What the replay endpoint answers; NONE = there is none."""
 
     NONE = "none"
@@ -34,7 +40,7 @@ class Recovery(StrEnum):
     SNAPSHOT = "snapshot"
 
 
-class State(StrEnum):
+class State(_Word):
     EMPTY = "empty"
     FETCH = "fetch"
     LIVE = "live"
@@ -44,7 +50,7 @@ class State(StrEnum):
     RETIRED = "retired"
 
 
-class Input(StrEnum):
+class Input(_Word):
     """What can happen. Frames are classified first: by the last applied sequence and the last one seen live."""
 
     CONNECTED = "connected"

@@ -210,7 +210,8 @@ class StreamSync:
             except Lost as error:
                 return self._damaged(f"message {sequence}: {error}", now)
             kind = Input.RESTORE if restores else kind
-        self._observe(kind, sequence)
+        if kind is not Input.NEXT:
+            self._observe(kind, sequence)
         self._seen, self._seen_digest = sequence, digest
         return self._do(kind, now, Frame(sequence, payload, digest, batch))
 

@@ -54,8 +54,9 @@ KVINDEX_ORDER = [
     {"errors", "events", "hashing", "endpoints", "pacer", "walk"},
     {"rows", "content", "dialects", "fleet"},
     {"index", "states"},
+    {"feed"},
     {"sync"},
-    {"directory", "capture", "link", "options"},
+    {"directory", "retrace", "capture", "link", "options"},
     {"transport"},
     {"client", "discovery"},
 ]

@@ -152,6 +152,7 @@ class Decoder:
         get = raw.get
         tag = get("type")
         if tag == "BlockStored":
+            owner, origin = get("ownership"), get("origin")
             return self._stored(
                 _required(raw, "block_hashes"),
                 get("parent_block_hash"),
@@ -164,7 +165,7 @@ class Decoder:
                 get("group_idx"),
                 get("kv_cache_spec_kind"),
                 get("cache_salt"),
-                is_reuse(get("ownership"), get("origin")),
+                (owner is not None or origin is not None) and is_reuse(owner, origin),
             )
         if tag == "BlockRemoved":
             return self._removed(_required(raw, "block_hashes"), get("medium"), get("group_idx"))
