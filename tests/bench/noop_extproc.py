@@ -1,18 +1,20 @@
 """The floor: an ext_proc server that looks at the first byte of each message and answers CONTINUE, nothing else.
 
-    python -m tests.bench.noop_extproc [--form read|generator] [--route generic|registered] [--parse] [--address HOST:PORT]
+    python -m tests.bench.noop_extproc [--form read|generator] [--route generic|registered] [--decode]
+                                       [--address HOST:PORT]
 
-Prints the port on its first line and serves until SIGTERM or the end of its standard input. --parse decodes each
-message with the same protobuf types as the server does, and drops the result.
+Prints the port on its first line and serves until SIGTERM or the end of its input. --decode decodes each message as
+the server does, and drops the result.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
+import gc
+import os
 import signal
-import sys
+import stat
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -28,44 +30,49 @@ OPTIONS = [
 ]
 
 # tag of ProcessingRequest's oneof -> an empty answer of the same kind
-REPLIES = {0x12: b"\x0a\x00", 0x1A: b"\x12\x00", 0x22: b"\x1a\x00", 0x2A: b"\x22\x00", 0x32: b"\x2a\x00", 0x3A: b"\x32\x00"}
+REPLIES = {
+    0x12: b"\x0a\x00",
+    0x1A: b"\x12\x00",
+    0x22: b"\x1a\x00",
+    0x2A: b"\x22\x00",
+    0x32: b"\x2a\x00",
+    0x3A: b"\x32\x00",
+}
+
+
+async def until_stopped() -> None:
+    """Until SIGTERM, or until whoever started the process closes its standard input (or dies)."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    if stat.S_ISFIFO(os.fstat(0).st_mode):
+        loop.add_reader(0, lambda: os.read(0, 4096) or stop.set())
+    await stop.wait()
 
 
 def _ignore(data: bytes) -> None:
     pass
 
 
-def _parser() -> Callable[[bytes], Any]:
+def _decode() -> Callable[[bytes], Any]:
     from extproc.wire import decode
 
     return decode
 
 
-async def read_write(_requests: Any, context: Any, parse: Callable[[bytes], Any]) -> None:
-    read, write = context.read, context.write
-    while True:
-        data = await read()
-        if data is grpc.aio.EOF:
-            return
-        parse(data)
-        await write(REPLIES[data[0]])
-
-
-async def generator(requests: AsyncIterator[bytes], _context: Any, parse: Callable[[bytes], Any]) -> AsyncIterator[bytes]:
-    async for data in requests:
-        parse(data)
-        yield REPLIES[data[0]]
-
-
 async def serve(form: str, route: str, address: str, parse: Callable[[bytes], Any]) -> None:
-    async def as_coroutine(requests: Any, context: Any) -> None:
-        await read_write(requests, context, parse)
+    async def read_write(_requests: Any, context: Any) -> None:
+        read, write = context.read, context.write
+        while (data := await read()) is not grpc.aio.EOF:
+            parse(data)
+            await write(REPLIES[data[0]])
 
-    async def as_generator(requests: Any, context: Any) -> AsyncIterator[bytes]:
-        async for reply in generator(requests, context, parse):
-            yield reply
+    async def generator(requests: AsyncIterator[bytes], _context: Any) -> AsyncIterator[bytes]:
+        async for data in requests:
+            parse(data)
+            yield REPLIES[data[0]]
 
-    handler = grpc.stream_stream_rpc_method_handler(as_coroutine if form == "read" else as_generator)
+    handler = grpc.stream_stream_rpc_method_handler(read_write if form == "read" else generator)
     server = grpc.aio.server(options=OPTIONS)
     if route == "generic":
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),))
@@ -73,13 +80,10 @@ async def serve(form: str, route: str, address: str, parse: Callable[[bytes], An
         server.add_registered_method_handlers(SERVICE, {"Process": handler})
     port = server.add_insecure_port(address)
     await server.start()
+    gc.collect()
+    gc.freeze()
     print(port, flush=True)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
-    with contextlib.suppress(OSError, ValueError):
-        loop.add_reader(sys.stdin, lambda: sys.stdin.buffer.read1(1) or stop.set())  # type: ignore[attr-defined]
-    await stop.wait()
+    await until_stopped()
     await server.stop(None)
 
 
@@ -87,10 +91,10 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--form", choices=("read", "generator"), default="read")
     arguments.add_argument("--route", choices=("generic", "registered"), default="generic")
-    arguments.add_argument("--parse", action="store_true")
+    arguments.add_argument("--decode", action="store_true")
     arguments.add_argument("--address", default="127.0.0.1:0")
     given = arguments.parse_args()
-    uvloop.run(serve(given.form, given.route, given.address, _parser() if given.parse else _ignore))
+    uvloop.run(serve(given.form, given.route, given.address, _decode() if given.decode else _ignore))
 
 
 if __name__ == "__main__":
