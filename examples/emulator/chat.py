@@ -152,8 +152,10 @@ def _content(content: Any, role: str, *, parts: bool) -> Any:
             text = text.partition("\n")[2]
             if not text:
                 continue
-        extra = {key: value for key, value in part.items() if key not in ("type", "text")} if parts else {}
-        rows.append({"type": "text", "text": text, **extra})
+        extra = (
+            {key: value for key, value in part.items() if key not in ("type", "text")} if isinstance(part, dict) else {}
+        )
+        rows.append({"type": "text", "text": text, **(extra if parts else {})})
     if parts and role != "tool":
         return rows
     return "\n".join(row["text"] for row in rows)
