@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from examples.local.processes import EnvoyProcess, KvcarProcess, Process, free_port, http_get, wait_for
 from extproc.envoy_config import EnvoyOptions
@@ -80,19 +81,37 @@ class Fleet:
             data=json.dumps({"model": MODEL, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **body}).encode(),
             headers={"content-type": "application/json", "x-request-id": request_id},
         )
-        before = self.sequences()
         with urllib.request.urlopen(request, timeout=120) as response:
             answer = json.load(response)
         entry = self.envoy.logged(request_id)
         served = next(engine for engine in self.engines if engine.address == entry["upstream"])
         details = answer["usage"]["prompt_tokens_details"] or {}
-        wait_for(lambda: self.sequences()[served.name] > before[served.name], "the request's events", timeout=10)
+        wait_for(lambda: self.is_current(served), "the request's events", timeout=20)
         assert entry["kvcar"]["prompt_tokens"] == answer["usage"]["prompt_tokens"], "same number of tokens"
         assert entry["chosen"].split(",")[0] == entry["upstream"]
         return int(entry["kvcar"]["hit_tokens"]), details.get("cached_tokens") or 0, served.name
 
-    def sequences(self) -> dict[str, int]:
-        return {row["instance"]: row["sequence"] or 0 for row in self.kvcar.get("/streams")["streams"]}
+    def is_current(self, engine: Vllm) -> bool:
+        """Whether kvcar has applied all that the engine published, by three replies in a row of its replay socket: a
+        request that fills no block publishes nothing, so there is nothing else to wait for."""
+        row = next(row for row in self.kvcar.get("/streams")["streams"] if row["instance"] == engine.name)
+        last = -1 if row["sequence"] is None else row["sequence"]
+        return bool(row["synchronized"] or last < 0) and all(newest(engine) <= last for _ in range(3))
+
+
+def newest(engine: Vllm) -> int:
+    """The engine's newest sequence number, -1 before its first message."""
+    found = -1
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(f"tcp://127.0.0.1:{engine.replay}")
+        dealer.send_multipart([b"", (0).to_bytes(8, "big")])
+        while dealer.poll(5000):
+            frames = dealer.recv_multipart()
+            if frames[-2] == b"\xff" * 8:
+                return found
+            found = int.from_bytes(frames[-2], "big")
+    raise AssertionError(f"{engine.name} answers no replay request")
 
 
 @pytest.fixture(scope="module")
