@@ -161,8 +161,11 @@ async def serve(config: ServerConfig, args: argparse.Namespace) -> int:
         print(f"cannot bind: {error}", file=sys.stderr)
         return 1
     print(json.dumps({**line, "pid": os.getpid()}), flush=True)
-    await done.wait()
+    signalled = asyncio.create_task(done.wait())
+    finished, _ = await asyncio.wait([signalled, *server.tasks], return_when=asyncio.FIRST_COMPLETED)
     await server.stop()
+    for task in finished:
+        task.result()  # a rank that failed raises here: better gone than silent
     return 0
 
 

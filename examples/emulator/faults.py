@@ -1,7 +1,6 @@
 """Switches that make the emulated engine misbehave, set by flags at start or by POST /emulator/control at run time.
 
-Counters go down by one each time they act; booleans stay until they are set again. `restart` and `thaw`-like changes
-are actions of the server, not state.
+Counters go down by one each time they act; booleans and delay_ms stay until they are set again. `restart` acts once.
 
     drop             n batches get their number and are replayable, but are not sent live (high-water-mark loss)
     lose             n batches get their number and are neither sent nor replayable

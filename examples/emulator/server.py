@@ -25,7 +25,6 @@ from .rank import Item, Rank
 from .text import Answers, TextModel
 from .wire import WireForm, wire_hash
 
-VERSION = "0.32.0"
 PORT_ATTEMPTS = 50
 MAX_BODY = 64 << 20
 REMEMBERED_REQUESTS = 4096
@@ -81,7 +80,7 @@ class Server:
         self.port = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._runner: web.AppRunner | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self.tasks: list[asyncio.Task[None]] = []
         self._next_rank = 0
         self._served: deque[dict[str, Any]] = deque(maxlen=REMEMBERED_REQUESTS)
 
@@ -100,15 +99,15 @@ class Server:
         await web.SockSite(self._runner, listener, shutdown_timeout=0.5).start()
         self.port = listener.getsockname()[1]
         self._apply_faults()
-        self._tasks = [asyncio.create_task(rank.run()) for rank in self.ranks]
+        self.tasks = [asyncio.create_task(rank.run()) for rank in self.ranks]
         return self._ready_line()
 
     async def stop(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
-        for task in self._tasks:
+        for task in self.tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self.tasks, return_exceptions=True)
         for rank in self.ranks:
             rank.publisher.close()
         self._context.term()
@@ -353,7 +352,8 @@ class Server:
         return web.Response(status=503 if self.faults.not_ready else 200)
 
     async def _version(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"version": VERSION})
+        version = self.config.form.name.removeprefix("vllm-")
+        return web.json_response({"version": version if version.count(".") == 2 else f"{version}.0"})
 
     async def _load(self, request: web.Request) -> web.StreamResponse:
         busy = sum(len(rank.engine.waiting) + len(rank.engine.running) for rank in self.ranks)
