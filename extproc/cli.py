@@ -11,6 +11,9 @@ from typing import Any, NoReturn
 import click
 
 from extproc import __version__
+from extproc.commands.simulate import simulate
+from extproc.commands.tokens import tokens
+from extproc.commands.verify import verify
 
 CONFIG = click.option(
     "-c", "--config", "config_path", required=True, type=click.Path(path_type=Path), help="Configuration file (YAML)."
@@ -211,6 +214,9 @@ def example_config() -> None:
 
     click.echo(files("extproc").joinpath("example.yaml").read_text("utf-8"), nl=False)
 
+
+for command in (verify, tokens, simulate):
+    main.add_command(command)
 
 if __name__ == "__main__":
     main(prog_name="kvcar")
