@@ -83,31 +83,34 @@ class Match:
     def minimum(self, instance: Instance | str) -> TierBlocks:
         """Blocks of the rank that holds least (D13 `dp: min`): a missing or unsynchronized rank makes it zeros."""
         ranks = self._ranks(instance)
-        if ranks is None:
-            return NO_BLOCKS
-        found = self._found
-        lowest: TierBlocks | None = None
-        for view in ranks.views:
-            blocks = None if view is None else found.get(view)
-            if blocks is None:
-                return NO_BLOCKS
-            if lowest is None or _order(blocks) < _order(lowest):
-                lowest = blocks
-        return lowest or NO_BLOCKS
+        return NO_BLOCKS if ranks is None else self._lowest(ranks.views)
+
+    def _lowest(self, views: tuple[StreamView | None, ...]) -> TierBlocks:
+        get: Callable[[StreamView | None, TierBlocks], TierBlocks] = self._found.get  # type: ignore[assignment]
+        if len(views) == 1:
+            return get(views[0], NO_BLOCKS)
+        return min((get(view, NO_BLOCKS) for view in views), key=_order, default=NO_BLOCKS)
 
     @property
     def best(self) -> tuple[str, TierBlocks] | None:
         """The instance with the most blocks (by `minimum`) and those blocks, None when nobody has any. O(instances)."""
         if not self._found:
             return None
-        name, blocks = max(((name, self.minimum(name)) for name in self._table), key=lambda pair: _order(pair[1]))
-        return (name, blocks) if any(blocks) else None
+        best: tuple[str, TierBlocks] | None = None
+        most = (0, 0, 0)
+        for name, ranks in self._table.items():
+            blocks = self._lowest(ranks.views)
+            if blocks is not NO_BLOCKS and (order := _order(blocks)) > most:
+                best, most = (name, blocks), order
+        return best
 
     def _ranks(self, instance: Instance | str) -> Ranks | None:
-        if isinstance(instance, str):
+        if instance.__class__ is str:
             return self._table.get(instance)
-        ranks = self._table.get(instance.name)
-        return ranks if ranks is not None and ranks.incarnation == instance.incarnation else None
+        ranks = self._table.get(instance.name)  # type: ignore[union-attr]
+        if ranks is not None and ranks.incarnation != instance.incarnation:  # type: ignore[union-attr]
+            return None
+        return ranks
 
 
 def _order(blocks: TierBlocks) -> tuple[int, int, int]:

@@ -64,11 +64,6 @@ _EVENTS = {
     zmq.EVENT_HANDSHAKE_SUCCEEDED: Event.HANDSHAKE,
 }
 _WATCHED = sum(int(event) for event in _EVENTS)
-_TELL = {
-    Told.CONNECTED: StreamSync.connected,
-    Told.DISCONNECTED: StreamSync.disconnected,
-    Told.RECONNECTED: StreamSync.reconnected,
-}
 
 
 class Followed(Protocol):
@@ -304,7 +299,8 @@ class EventTransport:
             self._guard(channel, act, channel)
 
     def _resync(self, channel: _Channel) -> None:
-        self._input(channel, StreamSync.resync, self._clock())
+        if channel.sync is not None:
+            self._perform(channel, channel.sync.resync(self._clock()))
 
     def _rebuild(self, channel: _Channel) -> None:
         self._dismantle(channel)
@@ -377,7 +373,7 @@ class EventTransport:
             self._replace_sub(channel)
         sync = channel.sync
         if sync is not None and sync.next_timer is not None and sync.next_timer <= now:
-            self._input(channel, StreamSync.timer, now)
+            self._perform(channel, sync.timer(now))
 
     # -- sockets
 
@@ -443,8 +439,10 @@ class EventTransport:
     # -- replay attempts
 
     def _start_attempt(self, attempt: _Attempt) -> None:
-        channel = attempt.channel
+        channel, sync = attempt.channel, attempt.channel.sync
         endpoint = channel.stream.endpoint.replay
+        if sync is None:
+            return
         try:
             if endpoint is None:
                 raise ConfigurationError("no replay endpoint is configured")
@@ -457,10 +455,10 @@ class EventTransport:
         except (ConfigurationError, zmq.ZMQError) as error:
             self._end(attempt)
             reason = f"replay {endpoint}: {error}"
-            self._input(channel, StreamSync.attempt_failed, attempt.number, reason, self._clock())
+            self._perform(channel, sync.attempt_failed(attempt.number, reason, self._clock()))
             return
         self._running.add(attempt)
-        self._input(channel, StreamSync.attempt_started, attempt.number, self._clock())
+        self._perform(channel, sync.attempt_started(attempt.number, self._clock()))
 
     def _end(self, attempt: _Attempt) -> None:
         """Give up its place and its socket. Idempotent."""
@@ -478,11 +476,9 @@ class EventTransport:
 
     # -- frames
 
-    def _input(self, channel: _Channel, call: Callable[..., Iterable[Action]], *arguments: Any) -> None:
-        """One input of the stream's sync, then what it wants done."""
-        if channel.sync is None:
-            return
-        for action in call(channel.sync, *arguments):
+    def _perform(self, channel: _Channel, actions: Iterable[Action]) -> None:
+        """What sync wants done after an input."""
+        for action in actions:
             if isinstance(action, StartReplay):
                 attempt = channel.attempts[action.attempt] = _Attempt(channel, action.attempt, action.start)
                 self._queue.append(attempt)
@@ -491,33 +487,42 @@ class EventTransport:
                 if current is not None:
                     self._end(current)
 
+    def _tell(self, channel: _Channel, told: tuple[Told, ...]) -> None:
+        sync = channel.sync
+        if sync is not None:
+            heard = {Told.CONNECTED: sync.connected, Told.DISCONNECTED: sync.disconnected}
+            for one in told:
+                self._perform(channel, heard.get(one, sync.reconnected)(self._clock()))
+
     def _service_attempt(self, attempt: _Attempt) -> None:
-        if attempt.socket is None:
+        channel, sync = attempt.channel, attempt.channel.sync
+        if attempt.socket is None or sync is None:
             return
         messages, drained = _receive(attempt.socket)
         for frames in messages:
             if attempt.socket is None:  # over: what follows the end marker is nobody's
                 return
-            self._input(attempt.channel, StreamSync.reply, attempt.number, frames, self._clock())
+            self._perform(channel, sync.reply(attempt.number, frames, self._clock()))
             self.pace()
         if not drained and attempt.socket is not None:
             self._ready[attempt] = None
 
     def _service(self, channel: _Channel) -> None:
-        if channel.sub is None or channel.monitor is None:
+        sync = channel.sync
+        if channel.sub is None or channel.monitor is None or sync is None:
             return
         messages, drained = _receive(channel.sub)
         if _has_news(channel.monitor):
             self._read_monitor(channel, channel.monitor)
         verdict = channel.link.judge(drained)
-        for told in verdict.before:
-            self._input(channel, _TELL[told], self._clock())
+        self._tell(channel, verdict.before)
         if verdict.keep:
             for frames in messages:
-                self._input(channel, StreamSync.live, frames, self._clock())
+                actions = sync.live(frames, self._clock())
+                if actions:
+                    self._perform(channel, actions)
                 self.pace()
-        for told in verdict.after:
-            self._input(channel, _TELL[told], self._clock())
+        self._tell(channel, verdict.after)
         if verdict.again:
             self._ready[channel] = None
 
