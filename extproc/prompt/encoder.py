@@ -325,12 +325,10 @@ class Encoder:
         """Runs in a thread. One text that cannot be encoded must not spoil its neighbours. Never raises."""
         try:
             return list(self._encode(texts, add_special_tokens))
-        except TokenizerError as error:
-            if len(texts) == 1:
-                return [error]
         except BaseException as error:
             reraise_exit(error)
-            return [TokenizerError(type(error).__name__)] * len(texts)
+            if len(texts) == 1:
+                return [error if isinstance(error, TokenizerError) else TokenizerError(type(error).__name__)]
         return [self._safe([text], add_special_tokens)[0] for text in texts]
 
 

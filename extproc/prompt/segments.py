@@ -34,7 +34,7 @@ def delimiters(tokenizer: Config, hints: Iterable[str] | None = None) -> Iterato
     """The added tokens of a tokenizer.json that satisfy the rule, in its order there.
 
     hints  texts: only tokens that occur in one of them
-    O(added tokens) for each one looked at, 1 ms for 6,000.
+    O(characters of the added tokens), 50 ms for 6,000 of them.
     """
     model = tokenizer.get("model") or {}
     if tokenizer.get("truncation") or tokenizer.get("padding") or model.get("dropout"):
@@ -43,11 +43,12 @@ def delimiters(tokenizer: Config, hints: Iterable[str] | None = None) -> Iterato
     contents = [str(token["content"]) for token in added]
     identity = _is_identity(tokenizer.get("normalizer"))
     single_word = any(token.get("single_word") for token in added)
+    overlaps = _Overlaps(contents)
     hint = None if hints is None else "\0".join(hints)
     for token, text in zip(added, contents, strict=True):
         if hint is not None and text not in hint:
             continue
-        if _found_alone(token, text, identity=identity, single_word=single_word) and not _overlaps(text, contents):
+        if _found_alone(token, text, identity=identity, single_word=single_word) and text not in overlaps:
             yield text
 
 
@@ -72,24 +73,24 @@ def _separates(character: str) -> bool:
     return character.isascii() and not (character.isalnum() or character == "_") and character.isprintable()
 
 
-def _overlaps(text: str, contents: Iterable[str]) -> bool:
-    seen_itself = False
-    for other in contents:
-        if other == text:
-            # a second entry of the same content may carry other flags
-            if seen_itself:
-                return True
-            seen_itself = True
-            if any(text.startswith(text[start:]) for start in range(1, len(text))):
-                return True
-        elif other and (other in text or text in other or _chains(text, other) or _chains(other, text)):
+class _Overlaps:
+    """Whether a token overlaps any token of a list, itself included. O(all characters) once, then O(len^2) a token."""
+
+    def __init__(self, contents: list[str]) -> None:
+        self._all = "\0".join(contents)
+        self._known = frozenset(contents) - {""}
+        self._begins = {text[:size] for text in contents for size in range(1, len(text))}
+        self._ends = {text[start:] for text in contents for start in range(1, len(text))}
+
+    def __contains__(self, text: str) -> bool:
+        inside_another = self._all.count(text) > 1  # or is listed twice, maybe with other flags
+        if inside_another:
             return True
-    return False
-
-
-def _chains(left: str, right: str) -> bool:
-    """True if an end of `left` begins `right`."""
-    return left[-1] in right[:-1] and any(left.endswith(right[:size]) for size in range(1, min(len(left), len(right))))
+        for start in range(1, len(text)):
+            if text[start:] in self._begins or text[:start] in self._ends:
+                return True
+        parts = (text[start:end] for start in range(len(text)) for end in range(start + 1, len(text) + 1))
+        return any(part in self._known and part != text for part in parts)
 
 
 class Cutter:
