@@ -28,7 +28,7 @@ CONVERSATIONS = 16
 WORDS = (
     "the train leaves from platform seven and the ticket costs less when it is bought early so please check the hours "
     "of the office before you travel and ask for a seat near the window if there is one left on that day "
-).split()  # noqa: SIM905
+).split()
 PROMPT_TOKENS = 4096
 TOKENS_PER_WORD = 1.75  # of the demo tokenizer, numbers included
 CONCURRENCY = 4
