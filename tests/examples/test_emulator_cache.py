@@ -11,6 +11,7 @@ import pytest
 
 from examples.emulator.engine import Engine, EngineConfig, Request
 from examples.emulator.hashing import block_hash, root_hash
+from examples.emulator.pool import Content, HostTier
 from examples.emulator.wire import Cleared, Removed, Stored
 
 ROOT = root_hash("test")
@@ -155,6 +156,55 @@ def test_preemption_gives_the_blocks_of_the_youngest_back() -> None:
     assert (old.generated, young.generated) == (12, 12)
     assert young.tokens[8:] == [90_000 + n for n in range(12)], "a preempted request goes on where it was"
     engine.pool.check()
+
+
+def test_a_step_that_preempts_admits_nobody() -> None:
+    engine = Engine(config())
+    for start in (1, 50):
+        engine.add(request(run(start, 8), max_tokens=12))
+    while not engine.counters.preemptions:
+        step = engine.schedule(0.0)
+        assert step is not None
+        engine.finish(step)
+    (victim,) = engine.waiting
+    assert [item for item, _ in step.work] == engine.running
+    assert victim.blocks == []
+    drain(engine)
+
+
+def test_the_oldest_copy_of_a_block_is_the_one_that_hits() -> None:
+    engine = Engine(config(blocks=32))
+    drain(engine, request(run(1, 8)))
+    (old,) = engine.pool.find([block_hash(ROOT, run(1, 4))])
+    parent = old.content.digest if old.content else b""
+    (before,) = engine.pool.find([block_hash(parent, run(5, 4))])
+    drain(engine, request(run(1, 8)))
+    assert [copies for _, copies in engine.pool.resident()] == [1, 2]
+    assert engine.pool.find([block_hash(parent, run(5, 4))]) == [before]
+
+
+def test_host_tier_order_and_pins() -> None:
+    events: list[Any] = []
+    tier = HostTier(4, 1, events.append)
+    a, b, c, d, e, f = (Content(bytes([n]) * 32, None, (n,)) for n in range(6))
+    assert tier.prepare([a, b]) == [a, b]
+    assert tier.prepare([b, c]) == [c], "b is on its way already"
+    tier.store([a, b], [b, a])
+    tier.store([c], [c])
+    assert tier.resident() == [b, a, c], "a run is taken in tail first"
+    tier.pin([a.digest, b.digest])
+    assert tier.resident() == [c, b, a], "and used tail first"
+    assert tier.prepare([d, e]) == [d, e]
+    assert events[-1] == Removed([c.digest], medium="CPU", group_idx=0)
+    tier.store([d, e], [d, e])
+    assert tier.prepare([c, f]) == [c, f]
+    assert events[-1].block_hashes == [e.digest, d.digest], "pinned blocks stay, older as they are"
+    tier.store([c, f], [c, f])
+    assert tier.prepare([Content(bytes([n]) * 32, None, (n,)) for n in (7, 8, 9)]) == [], "three do not fit beside two"
+    assert tier.resident() == [b, a, f, c]
+    tier.unpin([a.digest, b.digest])
+    assert tier.prepare([d]) == [d]
+    assert events[-1].block_hashes == [b.digest]
 
 
 def test_salt_and_adapter_have_their_own_blocks_and_extra_keys() -> None:
