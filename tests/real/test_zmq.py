@@ -492,6 +492,26 @@ def test_ipv6(transport: EventTransport) -> None:
         assert pool.report().complete
 
 
+def test_host_name_is_tried_in_both_address_families(transport: EventTransport) -> None:
+    """libzmq takes the first address of one family; the engine may be bound on the other."""
+    port = free_port()
+    endpoint = StreamEndpoint(0, f"tcp://localhost:{port}", dialect="vllm")
+    directory = Directory(transport, block_size=BLOCK)
+    directory.update([Instance("e-000", "10.0.0.1:1", events=(endpoint,))])
+    seen: set[bool] = set()
+
+    def families() -> set[bool]:
+        seen.update(channel.ipv6 for channel in list(transport._channels.values()))
+        return seen
+
+    until(lambda: families() == {True, False})
+    with Publisher(endpoint=f"tcp://127.0.0.1:{port}", replay=None) as publisher:
+        until(lambda: publisher.subscribers, publisher)
+        publisher.publish(chain(0, 2))
+        keys = content_keys(pack_tokens(range(3 * BLOCK)), BLOCK)
+        until(lambda: directory.match(keys).minimum("e-000").device == 2, publisher)
+
+
 # -- many, and clean
 
 
