@@ -4,11 +4,10 @@
     odd[n][hash]     copies, only where they are not exactly one at `home`: 32 bits per place, packed in one int
     place            small number of a (tier, attention group); `home` is the first place on DEVICE
     shared           row*4 + tier -> holders above one, where several hashes of the stream have one content key
-    pending          un-anchored blocks: hash -> (parent hash, tokens, extras)
-    waiting          parent hash -> its un-anchored children (one hash, or a dict of several)
+    unanchored       blocks whose tokens are known and whose parent's key is not (unanchored.py)
 
 A hash is known while it has a copy anywhere. With a row it is *mapped*; without one it is *un-anchored* (its tokens
-are known, in `pending`, its parent's key is not) or *remembered* (its tokens are not known). Known hashes of all three
+are known, its parent's key is not) or *remembered* (its tokens are not known). Known hashes of all three
 kinds count against `max_blocks`. A mapping once made is kept while the hash is known, whatever later events say:
 offload events repeat a hash without its extra keys. Blocks are kept by key, not under their parent, so a child keeps
 its row when the parent goes; a child stored after that is un-anchored until the parent comes back.
@@ -28,6 +27,7 @@ from kvindex.errors import CapacityExceeded
 from kvindex.events import BlockRemoved, BlockStored, EngineHash, Tier
 from kvindex.hashing import content_key, content_keys
 from kvindex.rows import SHARDS, Rows
+from kvindex.unanchored import Unanchored, drain
 
 _CHUNK: Final = 64  # blocks between two calls of `pace`
 _SMALL: Final = 4_096  # entries of a dict that is dropped whole, in about 0.1 ms
@@ -35,8 +35,6 @@ _DIGIT_BITS: Final = 32
 _DIGIT: Final = (1 << _DIGIT_BITS) - 1
 _LOW_BYTE: Final = slice(0 if sys.byteorder == "little" else 7, None, 8)
 _setdefault: Any = dict.setdefault
-
-Waiting = EngineHash | dict[EngineHash, None]
 
 
 class Outcome(StrEnum):
@@ -58,8 +56,8 @@ class Content:
 
     __slots__ = (
         "_bits", "_digits", "_home", "_home_unit", "_pace", "_places", "_rows", "_seed", "_shared", "_tiers",
-        "_waiting", "counts", "known", "max_blocks", "max_places", "max_unanchored", "name", "odd", "pending", "shards",
-        "slot", "unmapped",
+        "counts", "known", "max_blocks", "max_places", "max_unanchored", "name", "odd", "shards", "slot", "unanchored",
+        "unmapped",
     )  # fmt: skip
 
     def __init__(
@@ -85,8 +83,7 @@ class Content:
         self._bits = tuple(1 << 3 * slot + tier for tier in Tier)
         self.shards: list[dict[EngineHash, int]] = [{} for _ in range(SHARDS)]
         self.odd: list[dict[EngineHash, int]] = [{} for _ in range(SHARDS)]
-        self.pending: dict[EngineHash, tuple[EngineHash, bytes, bytes]] = {}
-        self._waiting: dict[EngineHash, Waiting] = {}
+        self.unanchored = Unanchored()
         self._shared: dict[int, int] = {}
         self._reset()
 
@@ -103,7 +100,7 @@ class Content:
     @property
     def remembered(self) -> int:
         """Known hashes whose tokens are not known."""
-        return self.unmapped - len(self.pending)
+        return self.unmapped - len(self.unanchored)
 
     def knows(self, hash_: EngineHash) -> bool:
         """Has the hash a copy here?"""
@@ -128,6 +125,18 @@ class Content:
         outcome = Outcome.OK
         step = 4 * size
         count = len(hashes)
+        if count == 1 and plain and previous is not None:
+            hash_ = hashes[0]
+            number = _number(hash_)
+            if hash_ not in self.shards[number] and self.known < self.max_blocks:
+                # a block of generated tokens, the most frequent event of all
+                block = extras[0] + tokens if extras else tokens
+                self.shards[number][hash_] = row = rows.claim(content_key(previous, block, self._seed), row)
+                self.known += 1
+                self._gain(row, 0)
+                if self.unanchored:
+                    self._anchor(hashes)
+                return outcome
         for start in range(0, count, _CHUNK):
             part, these, more = hashes, tokens, extras
             if count > _CHUNK:
@@ -141,7 +150,7 @@ class Content:
                 last = self._store_new(part, keys, row)
                 if last:
                     row, previous, parent = last, keys[-1], part[-1]
-                    if self._waiting:
+                    if self.unanchored:
                         self._anchor(part)
                     continue
             row, previous = self._store_each(part, these, step, more, parent, row, previous, place)
@@ -157,10 +166,7 @@ class Content:
         """
         rows = self._rows
         count = len(hashes)
-        free = rows.free
-        if len(free) < count:
-            rows.reserve(count)
-        fresh = free[: -count - 1 : -1]
+        fresh = rows.next_free(count)
         shards = self.shards
         numbers = _numbers(hashes)
         got = list(map(_setdefault, map(shards.__getitem__, numbers), hashes, fresh))
@@ -170,31 +176,26 @@ class Content:
                     del shards[number][hash_]
             return 0
         self.known += count
-        bit = self._bits[0]
-        column, masks, after = rows.keys, rows.masks, rows.after
-        rows.epoch += 1
-        got = list(map(_setdefault, map(rows.shards.__getitem__, b"".join(keys)[::16]), keys, fresh))
-        if got == fresh:
-            del free[-count:]
+        if rows.append_chain(keys, row, fresh, self._bits[0]):
             self.counts[0] += count
-            for key, new in zip(keys, got, strict=True):
-                column[new] = key
-                masks[new] = bit
-                after[row] = row = new
+            return fresh[-1]
+        present = rows.claim_chain(keys, row)
+        if present is None:
+            for hash_, number, key in zip(hashes, numbers, keys, strict=True):
+                row = shards[number][hash_] = rows.claim(key, row)
+                self._gain(row, 0)
             return row
-        unused = []
-        for hash_, number, key, mine, new in zip(hashes, numbers, keys, fresh, got, strict=True):
-            if mine == new:
-                column[new] = key
-                masks[new] = bit
-                self.counts[0] += 1
-            else:
-                unused.append(mine)
-                shards[number][hash_] = new
-                self._gain(new, 0)
-            after[row] = row = new
-        del free[-count:]
-        free.extend(reversed(unused))
+        for hash_, number, row in zip(hashes, numbers, present, strict=True):
+            shards[number][hash_] = row
+        masks, bit = rows.masks, self._bits[0]
+        first = present[0]
+        found = masks[first : first + count]
+        if found.count(found[0]) == count and not found[0] & bit:
+            masks[first : first + count] = [rows.intern(found[0] | bit)] * count
+            self.counts[0] += count
+        else:
+            for row in present:
+                self._gain(row, 0)
         return row
 
     def _store_each(
@@ -211,7 +212,15 @@ class Content:
         """Any blocks, one by one: known or not, anchored or not. The last one's row and key (None = un-anchored)."""
         rows = self._rows
         given = len(extras) if extras else 0
-        for index, hash_ in enumerate(hashes):
+        start = 0
+        if place >= 0:
+            start = self._copy(hashes, place)
+            if start:
+                parent = hashes[start - 1]
+                row = self.shards[_number(parent)][parent]
+                previous = rows.keys[row]
+        for index in range(start, len(hashes)):
+            hash_ = hashes[index]
             number = _number(hash_)
             mapped = self.shards[number].get(hash_)
             if mapped:
@@ -226,22 +235,26 @@ class Content:
             if previous is not None:
                 previous = content_key(previous + extra, block, self._seed)
                 if mapped is None and place < 0:
-                    row = 0
+                    row = rows.seek(previous, row)
                 else:
-                    new = rows.claim(previous)
+                    row = rows.claim(previous, row)
                     if mapped is not None:
-                        self._map(hash_, number, new)
+                        self._map(hash_, number, row)
                     if place >= 0:
-                        self._add(hash_, number, new, place)
-                    rows.after[row] = row = new
-                    if hash_ in self._waiting:
+                        self._add(hash_, number, row, place)
+                    if self.unanchored:
                         self._anchor([hash_])
             else:
                 assert parent is not None
                 if mapped is None and place < 0:
                     parent = hash_
                     continue
-                self._pend(hash_, parent, block, extra)
+                if len(self.unanchored) >= self.max_unanchored and hash_ not in self.unanchored:
+                    raise CapacityExceeded(
+                        f"stream {self.name}: {len(self.unanchored) + 1} blocks wait for an unknown parent, "
+                        f"over the bound max_unanchored={self.max_unanchored}"
+                    )
+                self.unanchored.put(hash_, (parent, block, extra))
                 if place >= 0:
                     self._add(hash_, number, 0, place)
             parent = hash_
@@ -252,10 +265,38 @@ class Content:
             for start in range(0, len(hashes), _CHUNK):
                 if start:
                     self._pace()
-                for hash_ in hashes[start : start + _CHUNK]:
+                part = hashes[start : start + _CHUNK]
+                for hash_ in part[self._copy(part, place) :]:
                     number = _number(hash_)
                     self._add(hash_, number, self.shards[number].get(hash_, 0), place)
         return Outcome.OK
+
+    def _copy(self, hashes: list[EngineHash], place: int) -> int:
+        """One copy more of each mapped hash, up to the first that is not mapped: how many that were."""
+        shards, odd, masks, unit = self.shards, self.odd, self._rows.masks, self._home_unit
+        tier = self._tiers[place]
+        bit = self._bits[tier]
+        both = self._rows.intern(unit + (1 << _DIGIT_BITS * place))
+        gains = not unit & self._digits[tier]
+        last = last_new = 0
+        for index, (hash_, number) in enumerate(zip(hashes, _numbers(hashes), strict=True)):
+            row = shards[number].get(hash_)
+            if not row:
+                return index
+            if hash_ in odd[number]:
+                self._add(hash_, number, row, place)
+                continue
+            odd[number][hash_] = both
+            if gains:
+                mask = masks[row]
+                if mask & bit:
+                    self._gain(row, tier)
+                    continue
+                if mask is not last:
+                    last, last_new = mask, self._rows.intern(mask | bit)
+                masks[row] = last_new
+                self.counts[tier] += 1
+        return len(hashes)
 
     def remove(self, event: BlockRemoved) -> Outcome:
         """One copy less of each hash; hashes without a copy there are passed over."""
@@ -294,8 +335,9 @@ class Content:
         if all(tier in tiers or not self._digits[tier] for tier in Tier):
             self.sweep()
             return
+        lost = set(tiers)
         gone = 0
-        for tier in set(tiers):
+        for tier in lost:
             gone |= self._digits[tier]
         self._rows.begin_sweep()
         for number in range(SHARDS):
@@ -304,7 +346,11 @@ class Content:
                 for hash_ in hashes[start : start + _CHUNK]:
                     copies = self.odd[number].get(hash_, self._home_unit)
                     if copies & gone:
-                        self._set(hash_, number, self.shards[number][hash_], copies, copies & ~gone)
+                        row = self.shards[number][hash_]
+                        self._set(hash_, number, row, copies, copies & ~gone)
+                        for tier in lost:
+                            if row and copies & self._digits[tier]:
+                                self._lose(row, tier)
                 self._pace()
             if not self.shards[number]:
                 self.shards[number] = {}
@@ -323,12 +369,12 @@ class Content:
                 rows.drop_bits(list(shard.values()), bits, pace)
                 self.shards[number] = {}
             if self.odd[number]:
-                _drain(self.odd[number], pace)
+                drain(self.odd[number], pace)
                 self.odd[number] = {}
         del shard
-        for table in (self.pending, self._waiting, self._shared):
-            _drain(table, pace)
-        self.pending, self._waiting, self._shared = {}, {}, {}
+        self.unanchored.drain(pace)
+        drain(self._shared, pace)
+        self._shared = {}
         rows.end_sweep(pace)
         self._reset()
 
@@ -354,7 +400,7 @@ class Content:
 
     def _add(self, hash_: EngineHash, number: int, row: int, place: int) -> None:
         """One copy more; `row` is the hash's (0 = none yet). A count stops at 2**32 - 1."""
-        unit = 1 << _DIGIT_BITS * place
+        tier = self._tiers[place]
         copies = 0
         if hash_ in self.shards[number]:
             copies = self.odd[number].get(hash_, self._home_unit)
@@ -362,16 +408,22 @@ class Content:
                 return
         elif self.known >= self.max_blocks:
             raise self._full(1)
-        self._set(hash_, number, row, copies, copies + unit)
+        self._set(hash_, number, row, copies, copies + (1 << _DIGIT_BITS * place))
+        if row and not copies & self._digits[tier]:
+            self._gain(row, tier)
 
     def _take(self, hash_: EngineHash, number: int, row: int, place: int) -> None:
         """One copy less of a known hash, if it has one there."""
         copies = self.odd[number].get(hash_, self._home_unit)
         if copies >> _DIGIT_BITS * place & _DIGIT:
-            self._set(hash_, number, row, copies, copies - (1 << _DIGIT_BITS * place))
+            tier = self._tiers[place]
+            left = copies - (1 << _DIGIT_BITS * place)
+            self._set(hash_, number, row, copies, left)
+            if row and not left & self._digits[tier]:
+                self._lose(row, tier)
 
     def _set(self, hash_: EngineHash, number: int, row: int, old: int, new: int) -> None:
-        """Copies of a hash go from `old` to `new` (0 = not known): both dicts, the counters, the row's bits."""
+        """Copies of a hash go from `old` to `new` (0 = not known): both dicts and the counters, not the row's bits."""
         if not old:
             self.shards[number][hash_] = row
             self.known += 1
@@ -382,25 +434,17 @@ class Content:
             self.known -= 1
             if not row:
                 self.unmapped -= 1
-                if hash_ in self.pending:
-                    self._unpend(hash_)
+                if hash_ in self.unanchored:
+                    self.unanchored.drop(hash_)
         if new and new != self._home_unit:
             self.odd[number][hash_] = self._rows.intern(new)
         else:
             self.odd[number].pop(hash_, None)
-        if row:
-            for tier in range(3):
-                digits = self._digits[tier]
-                if bool(old & digits) != bool(new & digits):
-                    if new & digits:
-                        self._gain(row, tier)
-                    else:
-                        self._lose(row, tier)
 
     def _map(self, hash_: EngineHash, number: int, row: int) -> None:
         """A known hash without a row gets one: its copies count from now on."""
-        if hash_ in self.pending:
-            self._unpend(hash_)
+        if hash_ in self.unanchored:
+            self.unanchored.drop(hash_)
         self.shards[number][hash_] = row
         self.unmapped -= 1
         copies = self.odd[number].get(hash_, self._home_unit)
@@ -436,56 +480,22 @@ class Content:
             else:
                 self._rows.release(row)
 
-    # ---- un-anchored blocks -------------------------------------------------------------------------------------
-
-    def _pend(self, hash_: EngineHash, parent: EngineHash, block: bytes, extra: bytes) -> None:
-        """Keep a block until its parent is known. A later announcement wins, unless only the earlier one has extras."""
-        old = self.pending.get(hash_)
-        if old is not None:
-            if old[2] and not extra:
-                return
-            self._unpend(hash_)
-        elif len(self.pending) >= self.max_unanchored:
-            raise CapacityExceeded(
-                f"stream {self.name}: {len(self.pending) + 1} blocks wait for an unknown parent, "
-                f"over the bound max_unanchored={self.max_unanchored}"
-            )
-        self.pending[hash_] = (parent, block, extra)
-        others = self._waiting.get(parent)
-        if others is None:
-            self._waiting[parent] = hash_
-        elif isinstance(others, dict):
-            others[hash_] = None
-        else:
-            self._waiting[parent] = {others: None, hash_: None}
-
-    def _unpend(self, hash_: EngineHash) -> None:
-        parent = self.pending.pop(hash_)[0]
-        children = self._waiting[parent]
-        if isinstance(children, dict) and len(children) > 1:
-            del children[hash_]
-        else:
-            del self._waiting[parent]
+    # ---- anchoring ----------------------------------------------------------------------------------------------
 
     def _anchor(self, hashes: list[EngineHash]) -> None:
         """These hashes were mapped: their un-anchored children get their keys, and so on down. O(blocks anchored)."""
-        rows, waiting = self._rows, self._waiting
-        ready = [hash_ for hash_ in hashes if hash_ in waiting]
+        rows, unanchored = self._rows, self.unanchored
+        ready = [hash_ for hash_ in hashes if unanchored.awaits(hash_)]
         steps = 0
         while ready:
             parent = ready.pop()
-            children = waiting.get(parent)
-            if children is None:
-                continue
             row = self.shards[_number(parent)][parent]
             key = rows.keys[row]
             assert key is not None
-            for child in list(children) if isinstance(children, dict) else [children]:
-                _, block, extra = self.pending[child]
-                new = rows.claim(content_key(key + extra, block, self._seed))
-                self._map(child, _number(child), new)
-                rows.after[row] = new
-                if child in waiting:
+            for child in unanchored.children(parent):
+                _, block, extra = unanchored.blocks[child]
+                self._map(child, _number(child), rows.claim(content_key(key + extra, block, self._seed), row))
+                if unanchored.awaits(child):
                     ready.append(child)
                 steps += 1
                 if steps % _CHUNK == 0:
@@ -514,8 +524,8 @@ class Content:
                 known += 1
                 if row:
                     assert self._rows.keys[row] is not None, f"{hash_!r} is mapped to the free row {row}"
-                    assert hash_ not in self.pending, f"{hash_!r} is mapped and un-anchored"
-                    assert hash_ not in self._waiting, f"{hash_!r} is mapped and waited for"
+                    assert hash_ not in self.unanchored, f"{hash_!r} is mapped and un-anchored"
+                    assert not self.unanchored.awaits(hash_), f"{hash_!r} is mapped and waited for"
                     for tier in Tier:
                         if copies & self._digits[tier]:
                             holders[row * 4 + tier] = holders.get(row * 4 + tier, 0) + 1
@@ -523,20 +533,15 @@ class Content:
                     unmapped += 1
         assert (known, unmapped) == (self.known, self.unmapped), "counters are off"
         assert known <= self.max_blocks, "over max_blocks"
-        assert len(self.pending) <= self.max_unanchored, "over max_unanchored"
+        assert len(self.unanchored) <= self.max_unanchored, "over max_unanchored"
         assert self._shared == {name: count - 1 for name, count in holders.items() if count > 1}, "shared rows are off"
         for tier in Tier:
             assert self.counts[tier] == sum(name & 3 == tier for name in holders), f"{tier.name} count is off"
         for name in holders:
             bits[name >> 2] = bits.get(name >> 2, 0) | self._bits[name & 3]
-        waiting: dict[EngineHash, set[EngineHash]] = {}
-        for hash_, (parent, _, _) in self.pending.items():
+        self.unanchored.check()
+        for hash_ in self.unanchored.blocks:
             assert self.shards[_number(hash_)].get(hash_) == 0, f"un-anchored {hash_!r} is not known as such"
-            waiting.setdefault(parent, set()).add(hash_)
-        assert waiting == {
-            parent: set(children) if isinstance(children, dict) else {children}
-            for parent, children in self._waiting.items()
-        }, "un-anchored blocks and their parents disagree"
         assert len(self._places) == len(self._tiers) <= self.max_places
         assert (self._home < 0) == (Tier.DEVICE not in self._tiers)
 
@@ -554,12 +559,3 @@ def _numbers(hashes: list[EngineHash]) -> bytes:
         return array("Q", cast(list[int], hashes)).tobytes()[_LOW_BYTE]
     except (TypeError, OverflowError):
         return bytes(map(_number, hashes))
-
-
-def _drain(table: dict[Any, Any], pace: Callable[[], None]) -> None:
-    """Empty a dict in slices: one `clear` of a large one is one long call."""
-    while len(table) > _SMALL:
-        for _ in range(_CHUNK):
-            table.popitem()
-        pace()
-    table.clear()

@@ -14,12 +14,16 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from struct import Struct
+from typing import Final
 
 from xxhash import xxh3_128_digest
 
 DEFAULT_SEED = 1024
 PLAIN = b""
+_CUT: Final = 64  # blocks cut out at a time
 
 if array("I").itemsize != 4:  # pragma: no cover - no CPython platform of ours
     raise ImportError("kvindex needs a platform whose C unsigned int has 4 bytes")
@@ -60,19 +64,26 @@ def content_keys(
         count = limit
     keys: list[bytes] = []
     append = keys.append
+    digest = xxh3_128_digest
     previous = root if parent is None else parent
-    if extras is None:
-        for start in range(0, count * step, step):
-            previous = xxh3_128_digest(previous + tokens[start : start + step], seed)[::-1]
+    given = len(extras) if extras else 0
+    for first in range(0, count, _CUT):
+        blocks = _cutter(step, min(_CUT, count - first))(tokens, first * step)
+        if first < given:
+            assert extras is not None
+            blocks = [
+                extras[index] + block if index < given else block for index, block in enumerate(blocks, first)
+            ]
+        for block in blocks:
+            previous = digest(previous + block, seed)[::-1]
             append(previous)
-        return keys
-    given = len(extras)
-    for index in range(count):
-        start = index * step
-        extra = extras[index] if index < given else PLAIN
-        previous = xxh3_128_digest(previous + extra + tokens[start : start + step], seed)[::-1]
-        append(previous)
     return keys
+
+
+@lru_cache(maxsize=256)
+def _cutter(step: int, count: int) -> Callable[[bytes, int], Sequence[bytes]]:
+    """Cuts `count` blocks of `step` bytes from an offset on: half the price of as many slices."""
+    return Struct(f"{step}s" * count).unpack_from
 
 
 def content_key(previous: bytes, tokens: bytes, seed: int = DEFAULT_SEED) -> bytes:
@@ -100,7 +111,7 @@ def extras_bytes(extra_keys: Iterable[object] | None) -> bytes:
 
 
 def canonical(value: object) -> bytes:
-    """One value as bytes that tell type, length and nesting apart (strings, bytes, ints, floats, bools, None, lists)."""
+    """One value as bytes that tell type, length and nesting apart: text, bytes, numbers, bools, None, lists, maps."""
     if isinstance(value, str):
         body = value.encode("utf-8", "surrogatepass")
         return b"s%d:" % len(body) + body

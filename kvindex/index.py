@@ -153,6 +153,8 @@ class PrefixIndex:
         if type(keys) is not list:
             keys = list(keys)
         rows = self._rows
+        if not keys or not rows.lookup(keys[0]):
+            return {}
         for _ in range(_ATTEMPTS):
             exposure = self._exposure
             epoch = rows.epoch
@@ -285,7 +287,7 @@ class StreamView:
     @property
     def unanchored(self) -> int:
         """Blocks that wait for an unknown parent."""
-        return len(self._content.pending)
+        return len(self._content.unanchored)
 
     @property
     def remembered(self) -> int:

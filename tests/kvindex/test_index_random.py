@@ -12,6 +12,7 @@ import pytest
 
 from kvindex import content as content_module
 from kvindex import rows as rows_module
+from kvindex import unanchored as unanchored_module
 from kvindex.errors import CapacityExceeded
 from kvindex.index import PrefixIndex, StreamView, TierBlocks, Walk
 from kvindex.walk import credit
@@ -29,6 +30,7 @@ def _small_inside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
             monkeypatch.setattr(rows_module, name, value)
         for name, value in (("_CHUNK", 2), ("_SMALL", 3)):
             monkeypatch.setattr(content_module, name, value)
+        monkeypatch.setattr(unanchored_module, "_SMALL", 3)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

@@ -1,0 +1,102 @@
+"""Blocks of one stream whose tokens are known but whose parent's content key is not: kept until it is.
+
+    blocks     hash -> (parent hash, tokens, extras)
+    _children  parent hash -> the hashes that wait for it (one hash, or a dict of several)
+
+Only the parent's key is missing, so a whole subtree may wait: each block for its own parent, in any order of arrival.
+Dicts, tuples and keys of plain values: the garbage collector tracks none of them for long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from kvindex.events import EngineHash
+
+_SMALL: Final = 4_096  # entries of a dict that is dropped whole, in about 0.1 ms
+_PACED: Final = 64
+
+Block = tuple[EngineHash, bytes, bytes]
+"""(parent, packed tokens, canonical extras)"""
+
+
+class Unanchored:
+    """Every operation O(1), but for `children` (O(children))."""
+
+    __slots__ = ("_children", "blocks")
+
+    def __init__(self) -> None:
+        self.blocks: dict[EngineHash, Block] = {}
+        self._children: dict[EngineHash, EngineHash | dict[EngineHash, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __contains__(self, hash_: EngineHash) -> bool:
+        return hash_ in self.blocks
+
+    def __bool__(self) -> bool:
+        return bool(self.blocks)
+
+    def put(self, hash_: EngineHash, block: Block) -> None:
+        """Add a block, or tell more of one: a later announcement wins, unless only the earlier one has extras.
+
+        Device events tell the extras of a block, offload events of the same block do not.
+        """
+        old = self.blocks.get(hash_)
+        if old is not None:
+            if old[2] and not block[2]:
+                return
+            self.drop(hash_)
+        self.blocks[hash_] = block
+        parent = block[0]
+        others = self._children.get(parent)
+        if others is None:
+            self._children[parent] = hash_
+        elif isinstance(others, dict):
+            others[hash_] = None
+        else:
+            self._children[parent] = {others: None, hash_: None}
+
+    def drop(self, hash_: EngineHash) -> None:
+        """Forget a block that is here."""
+        parent = self.blocks.pop(hash_)[0]
+        children = self._children[parent]
+        if isinstance(children, dict) and len(children) > 1:
+            del children[hash_]
+        else:
+            del self._children[parent]
+
+    def awaits(self, parent: EngineHash) -> bool:
+        """Does any block wait for this parent?"""
+        return parent in self._children
+
+    def children(self, parent: EngineHash) -> list[EngineHash]:
+        """The blocks that wait for this parent."""
+        children = self._children.get(parent)
+        if children is None:
+            return []
+        return list(children) if isinstance(children, dict) else [children]
+
+    def drain(self, pace: Callable[[], None]) -> None:
+        """Forget everything, in slices."""
+        drain(self.blocks, pace)
+        drain(self._children, pace)
+        self.blocks, self._children = {}, {}
+
+    def check(self) -> None:
+        """Assert that both dicts say the same. O(blocks)."""
+        waiting: dict[EngineHash, set[EngineHash]] = {}
+        for hash_, (parent, _, _) in self.blocks.items():
+            waiting.setdefault(parent, set()).add(hash_)
+        assert waiting == {parent: set(self.children(parent)) for parent in self._children}
+
+
+def drain(table: dict[Any, Any], pace: Callable[[], None]) -> None:
+    """Empty a dict in slices: one `clear` of a large one is one long call."""
+    while len(table) > _SMALL:
+        for _ in range(min(_PACED, len(table))):
+            table.popitem()
+        pace()
+    table.clear()
