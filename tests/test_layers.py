@@ -55,7 +55,7 @@ IMPURE = {"socket", "threading", "asyncio", "time", "selectors", "subprocess", "
 # package-internal order of kvindex, lowest first: a module imports only lower ones
 KVINDEX_ORDER = [
     {"errors", "events", "hashing", "endpoints", "pacer", "walk"},
-    {"rows", "content", "dialects", "fleet"},
+    {"rows", "unanchored", "content", "dialects", "fleet"},
     {"index", "states"},
     {"feed"},
     {"sync"},
