@@ -235,6 +235,28 @@ def test_queue_overflow_while_we_stall(transport: EventTransport) -> None:
         assert small.stop()
 
 
+def test_burst_is_read_to_its_end(transport: EventTransport) -> None:
+    """A descriptor tells of a burst once: what is over a batch has to be read without another wake-up."""
+    stalled, go_on = threading.Event(), threading.Event()
+
+    def stall() -> None:
+        stalled.set()
+        go_on.wait(20)
+
+    with Publisher(replay=None) as publisher:
+        pool = Pool(transport, publisher)
+        pool.until_subscribed()
+        publisher.publish(chain(0, 1))
+        pool.until_blocks(1)
+        transport._post(stall)
+        assert stalled.wait(10)
+        for number in range(1, 300):
+            publisher.publish(chain(number, 1))
+        settled(publisher, seconds=0.2)  # all of it in our queue
+        go_on.set()
+        pool.until_blocks(300)
+
+
 def test_oversize_message_costs_its_stream_alone_and_no_connection(transport: EventTransport) -> None:
     with Publisher(replay=None) as publisher, Publisher(replay=None) as other:
         pool = Pool(transport, publisher, other, limits=replace(LIMITS, max_message_bytes=64 << 10))
