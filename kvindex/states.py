@@ -107,7 +107,8 @@ class SyncLimits:
     """Bounds, times in seconds.
 
     max_buffered_bytes  frames (and what they were decoded to), and a snapshot, while an attempt runs
-    replay_timeout      from attempt_started to the end marker; None = 5 for history, 2 for snapshot
+    replay_timeout      from attempt_started (history: or the last message that brought something, twelve times at
+                        most) to the end marker; None = 5 for history, 2 for snapshot
     resync_interval     between snapshots: finds a tail that was lost silently
     attempts            failed attempts of history recovery until the stream goes on without (one that brought something
                         counts a quarter); and recoveries in a row, none of which lasted `settle`, until they are spaced

@@ -59,6 +59,14 @@ FRAME_OVERHEAD = 256
 REMEMBERED = 4096
 """Frames of a replay whose digest is kept, to know them again when they come late on the live channel."""
 
+WHY = {
+    State.EMPTY: "no event received yet",
+    State.FETCH: "waiting for the engine's answer to the replay request",
+    State.BACKOFF: "waiting for the next attempt",
+    State.OFFLINE: "connection lost",
+    State.RETIRED: "instance gone or replaced",
+}
+"""What a status says of a state without hits when nothing went wrong."""
 _COUNTERS = (
     "batches", "gaps", "missed", "restarts", "replays", "replay_failures", "rebuilds", "resyncs", "duplicates", "late",
     "damaged", "foreign",
@@ -67,15 +75,18 @@ _COUNTERS = (
 
 @dataclass(slots=True)
 class _Attempt:
-    """follows    asked from `last`, whose digest has to be shown first
-    untouched  no reply that counts yet; advanced = it brought something new; broken = a frame of it was damaged
+    """follows     asked from `last`, whose digest has to be shown first
+    untouched   no reply that counts yet; broken = a frame of it was damaged
+    advanced    it brought something new, last time at `advanced_at`: a long history gets more time, `extensions` times
     """
 
     number: int
     follows: bool
     deadline: float | None = None
+    extensions: int = 12
     untouched: bool = True
     advanced: bool = False
+    advanced_at: float = float("-inf")
     broken: bool = False
     snapshot: Frame | None = None
 
@@ -155,7 +166,7 @@ class StreamSync:
             synchronized=synchronized,
             complete=self.complete and synchronized,
             sequence=self.last,
-            error=self._error or next(iter(feed.warnings.copy().values()), None),
+            error=self._error or next(iter(feed.warnings.copy().values()), None) or WHY.get(self.state),
             last_event_at=self._last_event_at,
             timestamp=feed.timestamp,
             blocks=getattr(view, "blocks", NO_BLOCKS),
@@ -244,7 +255,12 @@ class StreamSync:
         due = self.next_timer
         if due is None or now < due:
             return []
-        if self._attempt is not None:
+        attempt = self._attempt
+        if attempt is not None:
+            if attempt.extensions and attempt.advanced_at + self._timeout > now:
+                attempt.extensions -= 1
+                attempt.deadline = attempt.advanced_at + self._timeout
+                return []
             self._error = f"{self._what}: no end marker within {self._timeout:g} s"
             return self._do(Input.TIMEOUT, now)
         return self._do(Input.RETRY if self.state is State.BACKOFF else Input.REFRESH, now)
@@ -505,7 +521,7 @@ class StreamSync:
             return []
         if wrong is Input.CAPACITY:
             return self._failed(now, self._error or "")
-        attempt.advanced = True
+        attempt.advanced, attempt.advanced_at = True, now
         self._replayed[sequence] = frame.digest
         if len(self._replayed) > REMEMBERED:
             del self._replayed[next(iter(self._replayed))]

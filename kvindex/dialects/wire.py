@@ -24,6 +24,7 @@ WALK_BYTES = 4 << 10
 EAGER_BYTES = 64 << 10
 SMALLEST_EVENT = 3
 """Bytes of the shortest array with a tag; a batch that announces more events than fit is refused at once."""
+READ_BYTES = 64 << 10
 PACE_EVERY = 64
 
 # What msgpack raises for bytes that are no MessagePack, for strict map keys, invalid UTF-8, limits and depth.
@@ -118,7 +119,11 @@ class _Scan:
     def __init__(self, payload: bytes, pace: Callable[[], None] | None) -> None:
         self._payload = payload
         self.unpacker = msgpack.Unpacker(
-            io.BytesIO(payload), raw=False, strict_map_key=True, read_size=64 << 10, max_buffer_size=len(payload)
+            io.BytesIO(payload),
+            raw=False,
+            strict_map_key=True,
+            read_size=min(READ_BYTES, len(payload)),
+            max_buffer_size=len(payload),
         )
         self._pace = pace
         self._size = len(payload)

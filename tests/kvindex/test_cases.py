@@ -186,7 +186,9 @@ def test_no_end_marker() -> None:
     first = stream.asked().attempt
     stream.answer(replies_of("R06"))
     assert hits(stream, CHAIN) == 0
-    stream.expire()
+    while stream.sync.state is State.FETCH:
+        stream.expire()
+    assert 5 <= stream.now < 5.2, "the last reply prolongs it"
     assert stream.sync.state is State.BACKOFF
     assert not stream.wanted, "the socket of the failed attempt has to be closed"
     stream.expire()
