@@ -64,25 +64,33 @@ class Application:
 
 
 def workload(
-    *, applications: int = 6, conversations: int = 3, turns: int = 4, system_words: int = 600, seed: int = 7
+    *,
+    applications: int = 4,
+    conversations: int = 4,
+    turns: int = 5,
+    system_words: int = 120,
+    document_words: int = 500,
+    question_words: int = 30,
+    seed: int = 7,
 ) -> list[Application]:
-    """The same one for the same arguments. Its size in requests is applications x conversations x turns."""
+    """The same one for the same arguments. Its size in requests is applications x conversations x turns.
+
+    A conversation begins with a document to talk about, so that most of its prompt is its own. A word is 2 tokens.
+    """
     rng = random.Random(seed)
     result = []
     for number in range(applications):
+        letter = chr(ord("A") + number)
         topic = TOPICS[number % len(TOPICS)]
         system = f"Application {number}. You answer questions about {topic}. " + _sentences(rng, system_words)
-        chats = [
-            Conversation(
-                name=f"{chr(ord('A') + number)}{chat + 1}",
-                messages=[{"role": "system", "content": system}],
-                questions=[_sentences(rng, 30) for _ in range(turns)],
-            )
-            for chat in range(conversations)
-        ]
+        chats = []
+        for chat in range(conversations):
+            questions = [_sentences(rng, question_words) for _ in range(turns)]
+            questions[0] = _sentences(rng, document_words) + "\n\n" + questions[0]
+            chats.append(Conversation(f"{letter}{chat + 1}", [{"role": "system", "content": system}], questions))
         order = [chat for chat in range(conversations) for _ in range(turns)]
         rng.shuffle(order)
-        result.append(Application(chr(ord("A") + number), chats, order))
+        result.append(Application(letter, chats, order))
     return result
 
 

@@ -25,6 +25,7 @@ from examples.local.processes import (
     http_get,
     wait_for,
 )
+from examples.local.routed import Routed, routed
 from examples.local.stack import TOKENIZER, Stack, kvcar_config
 
 __all__ = [
@@ -48,43 +49,6 @@ __all__ = [
     "shared_blocks",
     "wait_for",
 ]
-
-
-@dataclass(frozen=True)
-class Routed:
-    """One request as three witnesses saw it: the client, kvcar (through Envoy's access log), and the engine.
-
-    chosen      kvcar's ordered list, by engine name; empty = unscored
-    served      the engine that answered
-    predicted   kvcar's hit in tokens on the first of `chosen`, None = unscored
-    cached      the engine's own cached_tokens
-    """
-
-    answer: Answer
-    chosen: tuple[str, ...]
-    served: str
-    predicted: int | None
-    cached: int
-    attempts: int
-    entry: dict[str, Any]
-
-
-def routed(stack: Stack, answer: Answer) -> Routed:
-    """What became of a finished request. Waits for Envoy's log, and until kvcar knows what the request left behind."""
-    entry = stack.envoy.logged(answer.request_id)
-    facts = entry["kvcar"] or {}
-    predicted = facts.get("hit_tokens")
-    if stack.kvcar.running:
-        stack.settle()
-    return Routed(
-        answer=answer,
-        chosen=tuple(stack.name_of(part) for part in (entry["chosen"] or "").split(",") if part),
-        served=stack.name_of(entry["upstream"] or ""),
-        predicted=None if predicted is None else round(predicted),
-        cached=answer.cached_tokens,
-        attempts=entry["attempts"],
-        entry=entry,
-    )
 
 
 def shared_blocks(one: Sequence[int], other: Sequence[int], block_size: int) -> int:

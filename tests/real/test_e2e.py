@@ -110,7 +110,7 @@ async def test_completions_of_text_are_predicted(stack: Stack, client: Client) -
 
 async def test_overlapping_conversations_are_predicted_token_by_token(stack: Stack, client: Client) -> None:
     """Applications run at the same time, each with a system prompt of its own; every request must agree."""
-    applications = workload(applications=4, conversations=2, turns=3, system_words=150, seed=3)
+    applications = workload(applications=4, conversations=2, turns=3, system_words=150, document_words=20, seed=3)
 
     async def run(application: Any) -> list[Routed]:
         rows = []
