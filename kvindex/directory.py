@@ -436,7 +436,7 @@ def _report(stream: Stream, now: float) -> StreamReport:
         synchronized=status.synchronized,
         complete=status.complete,
         sequence=status.sequence,
-        error=status.error or link.error,
+        error=link.error or status.error,  # a broken connection is the cause of what sync sees
         event_age=None if status.last_event_at is None else max(0.0, now - status.last_event_at),
         status=status,
         link=link,

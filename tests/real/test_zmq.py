@@ -492,7 +492,8 @@ def test_port_we_shall_bind_is_taken(transport: EventTransport, caplog: pytest.L
         assert "in use" in str(directory.status()[0].error)
     with Publisher(endpoint=endpoint, connect=True, replay=None) as publisher:
         until(lambda: publisher.subscribers, publisher, what="bound once the port is free")
-        assert directory.status()[0].error is None
+        until(lambda: directory.status()[0].link.error is None, publisher)
+        assert "in use" not in str(directory.status()[0].error)
 
 
 def ipv6_works() -> bool:
