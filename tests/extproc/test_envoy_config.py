@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import yaml
 from betterproto2 import Casing
+from click.testing import CliRunner
 from envoy_data_plane.envoy.config.bootstrap.v3 import Bootstrap
 
+from extproc.cli import main
 from extproc.config import load, parse
 from extproc.envoy_config import DESTINATION, BodyMode, EnvoyOptions, Part, as_dict, options_for, render
 from extproc.envoy_yaml import COMMENTS, PLACES, dump
@@ -94,9 +96,24 @@ def test_fragments_merge_into_an_existing_envoy(tmp_path: Path) -> None:
 
 
 def test_local_yaml_is_current() -> None:
-    """envoy/local.yaml is what `kvcar envoy-config -c examples/local/kvcar.yaml` prints."""
-    options = options_for(load(ROOT / "examples/local/kvcar.yaml"))
-    assert (ROOT / "envoy/local.yaml").read_text() == render(options)
+    printed = CliRunner().invoke(main, ["envoy-config", "-c", str(ROOT / "examples/local/kvcar.yaml")])
+    assert printed.exit_code == 0, printed.output
+    assert printed.stdout == (ROOT / "envoy/local.yaml").read_text()
+
+
+def test_local_readme_starts_what_the_configuration_names() -> None:
+    """The commands to run by hand use the very ports of kvcar.yaml and local.yaml."""
+    readme = (ROOT / "examples/local/README.md").read_text()
+    config = load(ROOT / "examples/local/kvcar.yaml")
+    for instance in config.pools[0].instances:
+        port, events, replay = (
+            str(one).rpartition(":")[2] for one in (instance.address, instance.events, instance.replay)
+        )
+        line = f"--name {instance.name} --port {port} --events-port {events} --replay-port {replay}"
+        assert f"python -m examples.emulator {line}\n" in readme
+    options = options_for(config)
+    for address in (options.listen, options.admin, config.admin.address):
+        assert f"localhost:{str(address).rpartition(':')[2]}/" in readme
 
 
 def test_options_follow_the_kvcar_configuration() -> None:
