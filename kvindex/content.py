@@ -21,12 +21,13 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from itertools import repeat
 from typing import Any, Final, cast
 
 from kvindex.errors import CapacityExceeded
 from kvindex.events import BlockRemoved, BlockStored, EngineHash, Tier
 from kvindex.hashing import content_key, content_keys
-from kvindex.rows import SHARDS, Rows
+from kvindex.rows import BUCKET, SHARDS, Buckets, Rows
 from kvindex.unanchored import Unanchored, drain
 
 _CHUNK: Final = 64  # blocks between two calls of `pace`
@@ -35,6 +36,8 @@ _DIGIT_BITS: Final = 32
 _DIGIT: Final = (1 << _DIGIT_BITS) - 1
 _LOW_BYTE: Final = slice(0 if sys.byteorder == "little" else 7, None, 8)
 _setdefault: Any = dict.setdefault
+_contains: Any = dict.__contains__
+_pop: Any = dict.pop
 
 
 class Outcome(StrEnum):
@@ -304,78 +307,104 @@ class Content:
         place = self._places.get(event.group * 4 + event.tier, -1)
         if place < 0:
             return Outcome.OK
-        home = place == self._home
-        rows, shards, odd, shared = self._rows, self.shards, self.odd, self._shared
-        masks = rows.masks
-        bit = self._bits[0]
-        numbers = _numbers(hashes)
+        shards = self.shards
         for start in range(0, len(hashes), _CHUNK):
             if start:
                 self._pace()
-            end = start + _CHUNK
-            for hash_, number in zip(hashes[start:end], numbers[start:end], strict=True):
+            part = hashes if len(hashes) <= _CHUNK else hashes[start : start + _CHUNK]
+            numbers = _numbers(part)
+            if place == self._home and self._remove_last(part, numbers):
+                continue
+            for hash_, number in zip(part, numbers, strict=True):
                 row = shards[number].get(hash_)
-                if row is None:
-                    continue
-                if home and row and not shared and hash_ not in odd[number]:
-                    del shards[number][hash_]
-                    self.known -= 1
-                    self.counts[0] -= 1
-                    mask = masks[row]
-                    if mask == bit:
-                        rows.release(row)
-                    else:
-                        masks[row] = rows.intern(mask ^ bit)
-                else:
+                if row is not None:
                     self._take(hash_, number, row, place)
         return Outcome.OK
+
+    def _remove_last(self, hashes: list[EngineHash], numbers: bytes) -> bool:
+        """Remove hashes that have but one copy, at home. False and no change when one of them has others, or none."""
+        if self._shared or self.unmapped:
+            return False
+        if any(map(_contains, map(self.odd.__getitem__, numbers), hashes)):
+            return False
+        rows = self._rows
+        masks, intern = rows.masks, rows.intern
+        bit = self._bits[0]
+        gone = 0
+        for row in map(_pop, map(self.shards.__getitem__, numbers), hashes, repeat(0)):
+            if row:
+                gone += 1
+                mask = masks[row]
+                if mask == bit:
+                    rows.release(row)
+                else:
+                    masks[row] = intern(mask ^ bit)
+        self.known -= gone
+        self.counts[0] -= gone
+        return True
 
     def clear(self, tiers: Sequence[Tier]) -> None:
         """Every copy on these tiers goes. Readers must have been told before (see index.py), as it takes a while."""
         if all(tier in tiers or not self._digits[tier] for tier in Tier):
             self.sweep()
             return
-        lost = set(tiers)
         gone = 0
+        lost: dict[int, Buckets] = {tier: {} for tier in set(tiers)}
         for tier in lost:
             gone |= self._digits[tier]
-        self._rows.begin_sweep()
+        home_goes = bool(self._home_unit & gone)
         for number in range(SHARDS):
-            hashes = list(self.shards[number])
+            shard, odd = self.shards[number], self.odd[number]
+            hashes = list(shard)
             for start in range(0, len(hashes), _CHUNK):
                 for hash_ in hashes[start : start + _CHUNK]:
-                    copies = self.odd[number].get(hash_, self._home_unit)
+                    row = shard[hash_]
+                    if hash_ not in odd and row and not self._shared:
+                        if home_goes:
+                            del shard[hash_]
+                            self.known -= 1
+                            lost[0].setdefault(row >> BUCKET, []).append(row)
+                        continue
+                    copies = odd.get(hash_, self._home_unit)
                     if copies & gone:
-                        row = self.shards[number][hash_]
                         self._set(hash_, number, row, copies, copies & ~gone)
-                        for tier in lost:
-                            if row and copies & self._digits[tier]:
-                                self._lose(row, tier)
+                        for tier, buckets in lost.items():
+                            if row and copies & self._digits[tier] and self._is_last(row, tier):
+                                buckets.setdefault(row >> BUCKET, []).append(row)
                 self._pace()
-            if not self.shards[number]:
+            if not shard:
                 self.shards[number] = {}
-        self._rows.end_sweep(self._pace)
+        for tier, buckets in lost.items():
+            self._rows.sweep(buckets, self._bits[tier], self._pace)
+            self.counts[tier] = 0
 
     def sweep(self) -> None:
         """Everything goes. Readers must have been told before, as it takes a while."""
-        rows, pace = self._rows, self._pace
-        bits = self._bits[0] | self._bits[1] | self._bits[2]
-        rows.begin_sweep()
+        pace = self._pace
+        buckets: Buckets = {}
         for number in range(SHARDS):
             shard = self.shards[number]
-            while len(shard) > _SMALL:
-                rows.drop_bits([shard.popitem()[1] for _ in range(_CHUNK)], bits, pace)
-            if shard:
-                rows.drop_bits(list(shard.values()), bits, pace)
-                self.shards[number] = {}
+            while shard:
+                if len(shard) > _SMALL:
+                    found = [shard.popitem()[1] for _ in range(_CHUNK)]
+                else:
+                    found = list(shard.values())
+                    shard = self.shards[number] = {}
+                for start in range(0, len(found), _CHUNK):
+                    for row in found[start : start + _CHUNK]:
+                        bucket = row >> BUCKET
+                        if bucket in buckets:
+                            buckets[bucket].append(row)
+                        else:
+                            buckets[bucket] = [row]
+                    pace()
             if self.odd[number]:
                 drain(self.odd[number], pace)
                 self.odd[number] = {}
-        del shard
+        self._rows.sweep(buckets, self._bits[0] | self._bits[1] | self._bits[2], pace)
         self.unanchored.drain(pace)
         drain(self._shared, pace)
         self._shared = {}
-        rows.end_sweep(pace)
         self._reset()
 
     # ---- copies -------------------------------------------------------------------------------------------------
@@ -464,15 +493,19 @@ class Content:
             masks[row] = self._rows.intern(mask | bit)
             self.counts[tier] += 1
 
-    def _lose(self, row: int, tier: int) -> None:
-        """One hash less holds the row on this tier."""
+    def _is_last(self, row: int, tier: int) -> bool:
+        """One hash less holds the row on this tier: was it the only one?"""
         name = row * 4 + tier
         more = self._shared.get(name, 0)
         if more > 1:
             self._shared[name] = more - 1
         elif more:
             del self._shared[name]
-        else:
+        return not more
+
+    def _lose(self, row: int, tier: int) -> None:
+        """One hash less holds the row on this tier."""
+        if self._is_last(row, tier):
             self.counts[tier] -= 1
             mask = self._rows.masks[row] ^ self._bits[tier]
             if mask:

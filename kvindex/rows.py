@@ -52,7 +52,7 @@ SHARDS: Final = 256
 _FIRST_STRETCH: Final = 16
 _LONGEST_STRETCH: Final = 512
 _STREAK: Final = 6  # neighbouring rows in a row before stretches are tried again
-_SORT_BUCKET: Final = 11  # freed rows are sorted 2**11 at a time, about 0.2 ms
+BUCKET: Final = 11  # swept rows are sorted 2**11 at a time, about 0.2 ms
 _GROWTH: Final = 256
 _INTERNED: Final = 65_536
 _PACED: Final = 64
@@ -60,12 +60,14 @@ _contains: Any = dict.__contains__
 
 Run = tuple[int, int]
 """(mask, number of consecutive blocks that have it)"""
+Buckets = dict[int, list[int]]
+"""Rows to sweep, by `row >> BUCKET`"""
 
 
 class Rows:
     """The shared columns. Everything but `lookup`, `runs` and `careful_runs` belongs to the writer thread."""
 
-    __slots__ = ("_interned", "_orphans", "_swept", "after", "epoch", "free", "heads", "keys", "masks")
+    __slots__ = ("_interned", "after", "epoch", "free", "heads", "keys", "masks")
 
     def __init__(self) -> None:
         self.heads: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
@@ -75,8 +77,6 @@ class Rows:
         self.free: list[int] = []
         self.epoch = 0
         self._interned: dict[int, int] = {}
-        self._swept: dict[int, list[int]] | None = None
-        self._orphans: list[int] = []
 
     @property
     def in_use(self) -> int:
@@ -188,64 +188,36 @@ class Rows:
             del heads[key]
             if not heads:
                 self.heads[key[0]] = {}  # an emptied dict keeps its table
+        self.free.append(row)
         child = self.after[row]
-        if self._swept is None:
-            self.free.append(row)
-            if column[child] is not None:
-                self._to_heads(child)
-        else:
-            self._swept.setdefault(row >> _SORT_BUCKET, []).append(row)
-            if column[child] is not None:
-                self._orphans.append(child)
+        orphan = column[child]
+        if orphan is not None:
+            self.heads[orphan[0]][orphan] = child
 
-    def _to_heads(self, row: int) -> None:
-        """Its parent is gone: keep the block within reach."""
-        key = self.keys[row]
-        if key is not None:
-            self.heads[key[0]][key] = row
+    def sweep(self, buckets: Buckets, bits: int, pace: Callable[[], None]) -> None:
+        """Clear `bits` in many rows (a row may come twice), and empty `buckets`.
 
-    def begin_sweep(self) -> None:
-        """From here on, released rows and their children are put aside until `end_sweep`; no row may be claimed."""
-        self._swept = {}
-
-    def drop_bits(self, rows: list[int], bits: int, pace: Callable[[], None]) -> None:
-        """Clear `bits` in these rows, releasing those that nobody holds then; a row may come twice.
-
-        O(rows), `pace` every 64.
+        Highest row first: a chain goes from its end, through memory in order, and what is released is handed out again
+        lowest first, so that the next chains lie in neighbouring rows. O(rows), `pace` every 64.
         """
         masks = self.masks
         keep = ~bits
         last = last_new = 0
-        for start in range(0, len(rows), _PACED):
-            for row in rows[start : start + _PACED]:
-                mask = masks[row]
-                if not mask & bits:
-                    continue
-                if mask is not last:
-                    last, last_new = mask, self.intern(mask & keep)
-                if last_new:
-                    masks[row] = last_new
-                else:
-                    self.release(row)
-            pace()
-
-    def end_sweep(self, pace: Callable[[], None]) -> None:
-        """Hand swept rows out again, lowest first, so that the next chains lie in neighbouring rows.
-
-        O(rows), `pace` after every 2,048 or less.
-        """
-        orphans, self._orphans = self._orphans, []
-        for start in range(0, len(orphans), _PACED):
-            for row in orphans[start : start + _PACED]:
-                self._to_heads(row)
-            pace()
-        swept = self._swept or {}
-        self._swept = None
-        for bucket in sorted(swept, reverse=True):
-            rows = swept.pop(bucket)
+        for bucket in sorted(buckets, reverse=True):
+            rows = buckets.pop(bucket)
             rows.sort(reverse=True)
-            self.free.extend(rows)
-            pace()
+            for start in range(0, len(rows), _PACED):
+                for row in rows[start : start + _PACED]:
+                    mask = masks[row]
+                    if not mask & bits:
+                        continue
+                    if mask is not last:
+                        last, last_new = mask, self.intern(mask & keep)
+                    if last_new:
+                        masks[row] = last_new
+                    else:
+                        self.release(row)
+                pace()
 
     # ---- readers ------------------------------------------------------------------------------------------------
 
@@ -346,8 +318,6 @@ class Rows:
         assert len(column) == len(self.masks) == len(self.after), "columns differ in length"
         assert column[0] is None, "row 0 has a key"
         assert self.masks[0] == self.after[0] == 0, "row 0 has holders or a child"
-        assert self._swept is None, "a sweep was left unfinished"
-        assert not self._orphans, "orphans were left"
         free = set(self.free)
         assert len(free) == len(self.free), "a row is free twice"
         assert 0 not in free, "row 0 is free"

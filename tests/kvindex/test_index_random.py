@@ -25,10 +25,10 @@ SEEDS = int(os.environ.get("KVCAR_SEEDS", "60"))
 def _small_inside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the seeds with tiny inner sizes, so that every path is taken with little data."""
     if request.node.callspec.params["seed"] % 2:
-        for name, value in (("_FIRST_STRETCH", 2), ("_LONGEST_STRETCH", 4), ("_STREAK", 2), ("_SORT_BUCKET", 1),
+        for name, value in (("_FIRST_STRETCH", 2), ("_LONGEST_STRETCH", 4), ("_STREAK", 2), ("BUCKET", 1),
                             ("_GROWTH", 1), ("_INTERNED", 3)):  # fmt: skip
             monkeypatch.setattr(rows_module, name, value)
-        for name, value in (("_CHUNK", 2), ("_SMALL", 3)):
+        for name, value in (("_CHUNK", 2), ("_SMALL", 3), ("BUCKET", 1)):
             monkeypatch.setattr(content_module, name, value)
         monkeypatch.setattr(unanchored_module, "_SMALL", 3)
 
