@@ -1,6 +1,6 @@
 """Texts to token ids, incrementally, off the event loop.
 
-    text -> pieces (segments.Cutter) -> known ones from an LRU bounded by bytes
+    text -> pieces (segments.Cutter) -> known ones from an LRU bounded by bytes, by a digest of their text
                                      -> those that another request is having encoded: wait for the same job
                                      -> the others, in jobs of some 10 ms, to threads
 
@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from itertools import count
+from itertools import count, pairwise
+
+from xxhash import xxh3_128_digest
 
 from extproc.prompt.segments import Cutter
 from extproc.prompt.stats import Stats
@@ -28,14 +31,15 @@ from kvindex.hashing import pack_tokens
 
 log = logging.getLogger(__name__)
 
-JOB_CHARS = 32_768  # texts of one job: about 10 ms in a thread, 0.2 ms of the GIL
-LARGE_CHARS = 131_072  # new text of one request from which on its jobs take turns with others
-SEGMENT_BYTES = 400  # objects and dictionary entry of one cached segment
-MAX_PENDING_CHARS = 64 << 20
+JOB_BYTES = 32_768  # texts of one job: about 10 ms in a thread, 0.2 ms of the GIL
+LARGE_BYTES = 131_072  # new text of one request from which on its jobs take turns with others
+SEGMENT_BYTES = 320  # objects and dictionary entry of one cached segment
+MAX_PENDING_BYTES = 64 << 20
 
 Encode = Callable[[Sequence[str], bool], list[bytes]]
-Key = str | tuple[str]  # a text without special tokens around it; (text,) = with them
 _SERIALS = count()
+# Digests of texts are seeded at random in each process: nobody outside can make two texts that share one.
+_SEED = int.from_bytes(os.urandom(8), "little")
 
 
 class EncodeTimeout(Exception):
@@ -55,34 +59,56 @@ class Segment:
         return f"Segment({len(self.tokens) // 4} tokens)"
 
 
+class Pieces:
+    """A text cut up: its UTF-8, where the pieces begin, and a 128-bit digest of each as its name in the cache.
+
+    special  the whole text, to be encoded with special tokens around it
+    """
+
+    __slots__ = ("bounds", "data", "keys", "special")
+
+    def __init__(self, data: bytes, bounds: list[int], *, special: bool = False) -> None:
+        self.data = data
+        self.bounds = bounds
+        self.special = special
+        seed = _SEED ^ special
+        self.keys = [xxh3_128_digest(data[start:end], seed) for start, end in pairwise(bounds)]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def text(self, index: int) -> str:
+        return self.data[self.bounds[index] : self.bounds[index + 1]].decode()
+
+
 class SegmentCache:
-    """LRU from text to ids, bounded by bytes: the text, its ids and the objects around them."""
+    """LRU from the digest of a text to its ids, bounded by bytes: the ids and the objects around them."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.bytes = 0
-        self._entries: OrderedDict[Key, Segment] = OrderedDict()
+        self._entries: OrderedDict[bytes, Segment] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, key: Key) -> Segment | None:
+    def get(self, key: bytes) -> Segment | None:
         found = self._entries.get(key)
         if found is not None:
             self._entries.move_to_end(key)
         return found
 
-    def put(self, key: Key, tokens: bytes) -> Segment:
+    def put(self, key: bytes, tokens: bytes) -> Segment:
         """The segment; kept if it fits."""
         segment = Segment(tokens)
         before = self._entries.pop(key, None)
         if before is not None:
-            self.bytes -= _size(key, before)
+            self.bytes -= SEGMENT_BYTES + len(before.tokens)
         self._entries[key] = segment
-        self.bytes += _size(key, segment)
+        self.bytes += SEGMENT_BYTES + len(tokens)
         while self.bytes > self.max_bytes:
-            old, dropped = self._entries.popitem(last=False)
-            self.bytes -= _size(old, dropped)
+            _, dropped = self._entries.popitem(last=False)
+            self.bytes -= SEGMENT_BYTES + len(dropped.tokens)
         return segment
 
     def clear(self) -> None:
@@ -90,26 +116,22 @@ class SegmentCache:
         self.bytes = 0
 
     def check(self) -> None:
-        assert self.bytes == sum(_size(key, segment) for key, segment in self._entries.items())
+        assert self.bytes == sum(SEGMENT_BYTES + len(segment.tokens) for segment in self._entries.values())
         assert self.bytes <= self.max_bytes
-
-
-def _size(key: Key, segment: Segment) -> int:
-    text = key if isinstance(key, str) else key[0]
-    width = 1 if text.isascii() else 4
-    return SEGMENT_BYTES + width * len(text) + len(segment.tokens)
 
 
 class _Job:
     """Texts that go to a thread together."""
 
-    __slots__ = ("chars", "done", "keys", "results")
+    __slots__ = ("done", "keys", "results", "size", "special", "texts")
 
-    def __init__(self, keys: list[Key], chars: int, done: asyncio.Future[None]) -> None:
-        self.keys = keys
-        self.chars = chars
+    def __init__(self, special: bool, done: asyncio.Future[None]) -> None:
+        self.keys: list[bytes] = []
+        self.texts: list[str] = []
+        self.size = 0
+        self.special = special
         self.done = done
-        self.results: dict[Key, Segment | TokenizerError] = {}
+        self.results: dict[bytes, Segment | TokenizerError] = {}
 
 
 class Encoder:
@@ -123,7 +145,7 @@ class Encoder:
         around: tuple[Iterable[int], Iterable[int]] | None = None,
         max_bytes: int = 128 << 20,
         verify_every: int = 512,
-        max_pending_chars: int = MAX_PENDING_CHARS,
+        max_pending_bytes: int = MAX_PENDING_BYTES,
         stats: Stats | None = None,
     ) -> None:
         """
@@ -137,9 +159,9 @@ class Encoder:
         self._executor = executor
         self._cutter = cutter or Cutter(())
         self._around = None if around is None else [_constant(side) for side in around]
-        self._pending: dict[Key, _Job] = {}
-        self._pending_chars = 0
-        self._max_pending_chars = max_pending_chars
+        self._pending: dict[bytes, _Job] = {}
+        self._pending_bytes = 0
+        self._max_pending_bytes = max_pending_bytes
         self._large: deque[deque[_Job]] = deque()
         self._large_running = 0
         self._large_limit = max(1, threads - 1)
@@ -155,49 +177,54 @@ class Encoder:
     def delimiters(self) -> tuple[str, ...]:
         return self._cutter.delimiters
 
-    def cut(self, text: str, add_special_tokens: bool = False) -> list[Key]:
-        """The pieces of a text, as keys of the cache. O(len(text)); callable from any thread."""
-        if add_special_tokens and (self._around is None or not self._cutter):
-            return [(text,)]
-        return list(self._cutter.cut(text))
+    def cut(self, text: str, add_special_tokens: bool = False) -> Pieces:
+        """The pieces of a text. Raises TokenizerError for lone surrogates. O(len(text)); callable from any thread."""
+        try:
+            data = text.encode()
+        except UnicodeEncodeError:
+            raise TokenizerError("UnicodeEncodeError", bad_text=True) from None
+        if not self._cutter or (add_special_tokens and self._around is None):
+            return Pieces(data, [0, len(data)], special=add_special_tokens)
+        return Pieces(data, self._cutter.bounds(data))
 
     async def segments(
-        self, keys: Sequence[Key], *, add_special_tokens: bool = False, budget: float | None = None
+        self, pieces: Pieces, *, add_special_tokens: bool = False, budget: float | None = None
     ) -> list[Segment]:
-        """Segments whose concatenated tokens are the ids of the text that `keys` were cut from.
+        """Segments whose concatenated tokens are the ids of the text that was cut.
 
-        Raises EncodeTimeout after `budget` seconds, and TokenizerError. Known pieces cost about
-        0.2 us each and no thread.
+        Raises EncodeTimeout after `budget` seconds, and TokenizerError. Known pieces cost about 0.2 us each and no
+        thread.
         """
         stats = self.stats
         found: list[Segment] = []
-        new: list[Key] = []
+        new: dict[bytes, int] = {}
         waiting: set[_Job] = set()
         get, pending = self.cache.get, self._pending
-        for key in keys:
+        for index, key in enumerate(pieces.keys):
             segment = get(key)
             if segment is not None:
-                stats.known_pieces += 1
                 found.append(segment)
                 continue
             job = pending.get(key)
             if job is None:
-                new.append(key)
+                new[key] = index
             else:
                 stats.shared_pieces += 1
                 waiting.add(job)
+        stats.known_pieces += len(found)
         if new or waiting:
-            found = await self._encoded(keys, new, waiting, budget)
-        if add_special_tokens and keys and isinstance(keys[0], str) and self._around:
+            found = await self._encoded(pieces, new, waiting, budget)
+        if add_special_tokens and self._around is not None and not pieces.special:
             before, after = self._around
             return [*before, *found, *after]
         return found
 
     async def _encoded(
-        self, keys: Sequence[Key], new: list[Key], waiting: set[_Job], budget: float | None
+        self, pieces: Pieces, new: dict[bytes, int], waiting: set[_Job], budget: float | None
     ) -> list[Segment]:
+        keys = pieces.keys
         held = {key: segment for key in keys if (segment := self.cache.get(key)) is not None}
-        waiting |= set(self._submit(dict.fromkeys(new)))
+        waiting.update(self._submit(pieces, new))
         sources = {key: job for job in waiting for key in job.keys}
         _, late = await asyncio.wait([job.done for job in waiting], timeout=budget)
         if late:
@@ -249,33 +276,32 @@ class Encoder:
         self._cutter = Cutter(())
         self.cache.clear()
 
-    def _submit(self, keys: Iterable[Key]) -> list[_Job]:
+    def _submit(self, pieces: Pieces, new: dict[bytes, int]) -> list[_Job]:
         loop = asyncio.get_running_loop()
         jobs: list[_Job] = []
-        room = 0
         total = 0
-        for key in keys:
-            size = len(key if isinstance(key, str) else key[0])
-            total += size
-            if room <= 0 or isinstance(jobs[-1].keys[0], str) != isinstance(key, str):
-                jobs.append(_Job([], 0, loop.create_future()))
-                room = JOB_CHARS
+        for key, index in new.items():
+            if not jobs or jobs[-1].size >= JOB_BYTES:
+                jobs.append(_Job(pieces.special, loop.create_future()))
             job = jobs[-1]
+            size = pieces.bounds[index + 1] - pieces.bounds[index]
             job.keys.append(key)
-            job.chars += size
-            room -= size
-        if jobs and self._pending_chars and self._pending_chars + total > self._max_pending_chars:
+            job.texts.append(pieces.text(index))
+            job.size += size
+            total += size
+        if self._pending_bytes and self._pending_bytes + total > self._max_pending_bytes:
+            self.stats.late += 1
             raise EncodeTimeout
-        self._pending_chars += total
+        self._pending_bytes += total
+        self.stats.new_pieces += len(new)
+        self.stats.encoded_bytes += total
         for job in jobs:
-            self.stats.new_pieces += len(job.keys)
-            self.stats.encoded_chars += job.chars
             for key in job.keys:
                 self._pending[key] = job
-        if total < LARGE_CHARS:
+        if total < LARGE_BYTES:
             for job in jobs:
                 self._start(job, large=False)
-        else:
+        elif jobs:
             self._large.append(deque(jobs))
             self._next_large()
         return jobs
@@ -290,9 +316,7 @@ class Encoder:
             self._start(job, large=True)
 
     def _start(self, job: _Job, *, large: bool) -> None:
-        texts = [key if isinstance(key, str) else key[0] for key in job.keys]
-        special = not isinstance(job.keys[0], str)
-        call = asyncio.get_running_loop().run_in_executor(self._executor, self._safe, texts, special)
+        call = asyncio.get_running_loop().run_in_executor(self._executor, self._safe, job.texts, job.special)
         self._tasks.add(call)
 
         def finished(done: asyncio.Future[list[bytes | TokenizerError]]) -> None:
@@ -305,9 +329,10 @@ class Encoder:
         call.add_done_callback(finished)
 
     def _finish(self, job: _Job, done: asyncio.Future[list[bytes | TokenizerError]]) -> None:
-        self._pending_chars -= job.chars
+        self._pending_bytes -= job.size
+        job.texts = []
         if done.cancelled() or done.exception() is not None:
-            results: list[bytes | TokenizerError] = [TokenizerError("executor")] * len(job.keys)
+            results: list[bytes | TokenizerError] = [TokenizerError("executor") for _ in job.keys]
         else:
             results = done.result()
         for key, tokens in zip(job.keys, results, strict=True):

@@ -23,7 +23,7 @@ from extproc.openai import Body, ChatRequest, IdsRequest, Request, TextRequest
 from extproc.prompt import segments as rule
 from extproc.prompt import tokenizer as tokenizers
 from extproc.prompt.chain import ChainCache
-from extproc.prompt.encoder import Encoder, EncodeTimeout, Key, Segment
+from extproc.prompt.encoder import Encoder, EncodeTimeout, Pieces, Segment
 from extproc.prompt.probe import pieces_agree
 from extproc.prompt.stats import Stats
 from extproc.prompt.template import (
@@ -200,19 +200,20 @@ class Prompter:
         model, adapter = self._model(body.model)
         budget = self.options.timeout
         if body.size < LARGE_BODY:
-            request, text, keys, special = self._prepare(body)
+            request, text, pieces = self._prepare(body)
         else:
             loop = asyncio.get_running_loop()
             end = loop.time() + budget
             async with asyncio.timeout(budget):
-                request, text, keys, special = await loop.run_in_executor(self._executor, self._prepare, body)
+                request, text, pieces = await loop.run_in_executor(self._executor, self._prepare, body)
             budget = max(0.0, end - loop.time())
         if isinstance(request, IdsRequest):
             return self._cut(request, pack_tokens(request.ids), None, None, model, adapter)
         encoder = self._encoder
-        if encoder is None or text is None:
+        if encoder is None or text is None or pieces is None:
             raise Refused(Reason.NO_TOKENIZER)
-        segments = await encoder.segments(keys, add_special_tokens=special, budget=budget)
+        special = request.add_special_tokens
+        segments = await encoder.segments(pieces, add_special_tokens=special, budget=budget)
         encoder.watch(text, segments, special)
         tokens = segments[0].tokens if len(segments) == 1 else b"".join(segment.tokens for segment in segments)
         return self._cut(request, tokens, text, tuple(segments), model, adapter)
@@ -233,20 +234,19 @@ class Prompter:
     def serves(self, model: str | None) -> bool:
         return model is None or model in self._models or model in self._adapters
 
-    def _prepare(self, body: Body) -> tuple[Request, str | None, list[Key], bool]:
-        """The request, its text, the text's pieces, and whether special tokens go around it. Callable from a thread."""
+    def _prepare(self, body: Body) -> tuple[Request, str | None, Pieces | None]:
+        """The request, and unless it gives ids, its text and the text's pieces. Callable from a thread."""
         request = openai.read(body)
         if isinstance(request, Unscored):
             raise Refused(request.reason, request.detail)
         if isinstance(request, IdsRequest):
             if self._loaded and not normalize.is_token_ids(request.ids, self._loaded.vocabulary):
                 raise bad("token id outside the vocabulary")
-            return request, None, [], False
+            return request, None, None
         if self._encoder is None:
             raise Refused(Reason.NO_TOKENIZER)
         text = self.render(request) if isinstance(request, ChatRequest) else request.text
-        special = request.add_special_tokens
-        return request, text, self._encoder.cut(text, special), special
+        return request, text, self._encoder.cut(text, request.add_special_tokens)
 
     def render(self, request: ChatRequest) -> str:
         """The text of a chat. Raises Refused."""

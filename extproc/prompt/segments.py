@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 MAX_DELIMITERS = 32
-MIN_PIECE = 96  # characters; shorter pieces cost more to look up than to encode with their neighbour
+MIN_PIECE = 96  # bytes; shorter pieces cost more to look up than to encode with their neighbour
 
 Config = Mapping[str, Any]
 
@@ -99,42 +99,45 @@ class Cutter:
     def __init__(self, chosen: Iterable[str], *, min_piece: int = MIN_PIECE) -> None:
         self.delimiters = tuple(chosen)
         self._min = max(1, min_piece)
-        self._find = re.compile(_pattern(self.delimiters)).finditer if self.delimiters else None
+        words = [word.encode() for word in self.delimiters]
+        self._find = re.compile(_pattern(words)).finditer if words else None
 
     def __bool__(self) -> bool:
         return self._find is not None
 
-    def cut(self, text: str) -> list[str]:
-        """Pieces whose concatenation is `text`; [text] without delimiters.
+    def bounds(self, data: bytes) -> list[int]:
+        """Places where pieces of a text (UTF-8) begin, and its end: [0, ..., len(data)].
 
         Where the last cut is near, an occurrence is passed over, which keeps the count of pieces below
-        len(text) / min_piece + 1 whatever a client sends. The cuts of a text depend only on what stands before them: a
-        longer text with the same beginning has the same ones. O(len(text)).
+        len(data) / min_piece + 1 whatever a client sends. The cuts of a text depend only on what stands before them: a
+        longer text with the same beginning has the same ones. UTF-8 of a delimiter never begins inside a character.
+        O(len(data)).
         """
-        if self._find is None:
-            return [text]
-        pieces = []
-        start = 0
-        nearest = self._min
-        for match in self._find(text):
-            place = match.start()
-            if place >= nearest:
-                pieces.append(text[start:place])
-                start = place
-                nearest = place + self._min
-        pieces.append(text[start:])
-        return pieces
+        found = [0]
+        if self._find is not None:
+            nearest = least = self._min
+            for match in self._find(data):
+                place = match.start()
+                if place >= nearest:
+                    found.append(place)
+                    nearest = place + least
+        found.append(len(data))
+        return found
+
+    def cut(self, text: str) -> list[str]:
+        """The pieces themselves. Raises UnicodeEncodeError for lone surrogates."""
+        data = text.encode()
+        places = self.bounds(data)
+        return [data[start:end].decode() for start, end in pairwise(places)]
 
 
-def _pattern(words: tuple[str, ...]) -> str:
+def _pattern(words: list[bytes]) -> bytes:
     """Alternation with the common beginning in front: the regex engine searches a literal prefix much faster."""
-    shortest = min(words, key=len)
-    size = 0
-    while size < len(shortest) and len({word[size] for word in words}) == 1:
-        size += 1
-    prefix = shortest[:size]
-    rests = sorted((word[size:] for word in words), key=len, reverse=True)
-    return re.escape(prefix) + "(?:" + "|".join(map(re.escape, rests)) + ")"
+    prefix = words[0]
+    while not all(word.startswith(prefix) for word in words):
+        prefix = prefix[:-1]
+    rests = sorted((word[len(prefix) :] for word in words), key=len, reverse=True)
+    return re.escape(prefix) + b"(?:" + b"|".join(map(re.escape, rests)) + b")"
 
 
 def added_around(tokenizer: Config) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

@@ -16,7 +16,7 @@ class Stats:
     known_pieces: int = 0  # found in the segment cache
     shared_pieces: int = 0  # waited for while another request had them encoded
     new_pieces: int = 0  # encoded
-    encoded_chars: int = 0
+    encoded_bytes: int = 0  # of text
     late: int = 0  # encodings that came after the request's time budget
     failed: int = 0  # texts that the tokenizer could not encode, panics included
     verified: int = 0  # prompts whose pieces were compared with a whole encode

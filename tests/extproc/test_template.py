@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.utils import chat_template_utils
 
 from extproc.prompt import Options, Prompt, Prompter
 from extproc.prompt.prompter import read_template
@@ -89,12 +90,32 @@ def test_render(what: str, source: str, arguments: dict[str, Any], text: str) ->
 ESCAPES = [
     "{{ ''.__class__.__mro__ }}{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ messages.append(1) }}",
+    "{{ messages[0].pop('role') }}",
+    "{{ messages[0].__class__.__mro__.x }}",
+    "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    "{% set n = namespace(f=''.format) %}{{ n.f.__self__.__class__.x }}",
+    "{% set f = '{0.__class__}'.format_map %}{{ f({'0': 1}) }}",
     "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
     "{{ raise_exception('my-secret') }}",
     "{{ 1 / 0 }}",
     "{{ undefined_name.x }}",
     "{% for n in range(10000000000) %}{% endfor %}",
 ]
+
+
+ACCESS = """{% set n = namespace(a=1, d={'k': 2}) %}{% set n.b = 'x' %}{{ n.a }}{{ n.b }}{{ n.d.k }}{{ n.missing }}
+{% for m in messages %}{{ m.role }}{{ m['role'] }}{{ m.missing is defined }}{{ m.get('role') }}{{ m.items() | list }}
+{{ m.content.upper() }}{{ m.content.startswith('h') }}{{ '%s' | format(m.content) }}{{ '{} {}'.format(m.content, 1) }}
+{{ loop.index0 }}{{ loop.last }}{{ loop.missing }}{{ m.keys is defined }}{{ m.copy is defined }}{{ m.x.y is defined }}
+{{ m.content.__class__ is defined }}{{ m.content.missing is defined }}{% endfor %}"""
+
+
+def test_shortened_access_gives_what_the_sandbox_gives() -> None:
+    messages = [{"role": "user", "content": "hi", "items": "shadowed", "x": {"y": 1}}, {"role": "a", "content": "é", "x": {}}]
+    expected = chat_template_utils._compile_jinja_template(ACCESS).render(messages=messages)
+    template = ChatTemplate(ACCESS)
+    for _ in range(2):
+        assert template.render(messages, tools=None, variables={}) == expected
 
 
 @pytest.mark.parametrize("source", ESCAPES)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from extproc.prompt.encoder import JOB_CHARS, LARGE_CHARS, SEGMENT_BYTES, Encoder, EncodeTimeout, SegmentCache
+from extproc.prompt.encoder import JOB_BYTES, LARGE_BYTES, SEGMENT_BYTES, Encoder, EncodeTimeout, Pieces, SegmentCache
 from extproc.prompt.segments import Cutter
 from extproc.prompt.tokenizer import TokenizerError, _encoder
 from kvindex.hashing import pack_tokens
@@ -79,8 +79,7 @@ def make(fake: Fake) -> Iterator[Make]:
 
 
 async def tokens(encoder: Encoder, text: str, special: bool = False, budget: float | None = WAIT) -> bytes:
-    keys = encoder.cut(text, special)
-    segments = await encoder.segments(keys, add_special_tokens=special, budget=budget)
+    segments = await encoder.segments(encoder.cut(text, special), add_special_tokens=special, budget=budget)
     encoder.watch(text, segments, special)
     return b"".join(segment.tokens for segment in segments)
 
@@ -158,11 +157,10 @@ async def test_a_text_that_cannot_be_encoded_spoils_no_other(make: Make, mark: s
         await tokens(encoder, f"{D}good{D}{mark}{D}fine")
     assert error.value.bad_text is bad_text
     assert "request" not in str(error.value)
-    assert encoder.cache.get(f"{D}good")
-    assert encoder.cache.get(f"{D}fine")
+    assert [encoder.cache.get(encoder.cut(f"{D}{word}").keys[0]) is None for word in ("good", "fine")] == [False] * 2
     assert await tokens(encoder, f"{D}good{D}fine") == fake_ids(f"{D}good{D}fine")
     assert not encoder._pending
-    assert encoder._pending_chars == 0
+    assert encoder._pending_bytes == 0
 
 
 async def test_the_librarys_panic_is_survived(caplog: pytest.LogCaptureFixture) -> None:
@@ -184,7 +182,7 @@ async def test_the_librarys_panic_is_survived(caplog: pytest.LogCaptureFixture) 
 
 
 def large(mark: str, pieces: int = 6) -> str:
-    size = max(JOB_CHARS, LARGE_CHARS // pieces + 1)
+    size = max(JOB_BYTES, LARGE_BYTES // pieces + 1)
     return "".join(f"{D}{mark}{n}" + "x" * size for n in range(pieces))
 
 
@@ -212,7 +210,7 @@ async def test_large_prompts_take_turns(make: Make, fake: Fake) -> None:
 
 
 async def test_a_full_queue_turns_prompts_away(make: Make, fake: Fake) -> None:
-    encoder = make(max_pending_chars=100)
+    encoder = make(max_pending_bytes=100)
     waiting = asyncio.create_task(tokens(encoder, D + "H" * 90))
     await until(lambda: fake.held == 1)
     with pytest.raises(EncodeTimeout):
@@ -239,16 +237,27 @@ async def test_any_bound_of_the_cache_gives_the_same_ids(make: Make, max_bytes: 
 
 def test_segment_cache_replaces_and_counts() -> None:
     cache = SegmentCache(2 * SEGMENT_BYTES + 50)
-    first = cache.put("a", b"1234")
-    second = cache.put("a", b"5678")
+    first = cache.put(b"a", b"1234")
+    second = cache.put(b"a", b"5678")
     assert first.serial != second.serial
-    assert cache.get("a") is second
+    assert cache.get(b"a") is second
     cache.check()
-    cache.put(("a",), b"xxxx")
-    assert cache.get("a") is second, "with and without special tokens are two entries"
-    cache.put("b", b"yyyy")
+    cache.put(b"b", b"xxxx")
+    assert cache.get(b"a") is second
+    cache.put(b"c", b"yyyy")
     cache.check()
-    assert cache.get(("a",)) is None, "the least recently used one went"
+    assert cache.get(b"b") is None, "the least recently used one went"
+
+
+def test_the_same_text_with_special_tokens_has_another_name() -> None:
+    assert Pieces(b"a", [0, 1]).keys != Pieces(b"a", [0, 1], special=True).keys
+
+
+async def test_lone_surrogates_are_the_requests_fault(make: Make, fake: Fake) -> None:
+    with pytest.raises(TokenizerError) as error:
+        make().cut("\ud800")
+    assert error.value.bad_text
+    assert not fake.calls
 
 
 async def test_one_prompt_of_so_many_is_verified(make: Make) -> None:
