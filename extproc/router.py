@@ -223,7 +223,7 @@ class Router:
         """Fills a side; a scorer that raises or answers nonsense makes the decision a `scorer_error`."""
         if candidates:
             try:
-                _arrange(candidates, scorer.costs(request, candidates), side)
+                self._arrange(candidates, scorer.costs(request, candidates), side)
             except Exception as error:  # a plugin's fault must not become the request's
                 self._failed(scorer, error, decision)
 
@@ -237,10 +237,13 @@ class Router:
     ) -> None:
         try:
             first_costs, second_costs = together(decision.request, prefill, decode)
-            _arrange([*prefill, *decode], first_costs, decision.main)
-            _arrange(decode, second_costs, second)
+            self._arrange([*prefill, *decode], first_costs, decision.main)
+            self._arrange(decode, second_costs, second)
         except Exception as error:
             self._failed(self.scorer, error, decision)
+
+    def _arrange(self, candidates: Sequence[Candidate], costs: Sequence[Cost | None], side: Side) -> None:
+        arrange(candidates, costs, side)
 
     def _failed(self, scorer: Scorer, error: Exception, decision: Decision) -> None:
         log.exception("scorer %s failed", type(scorer).__name__)
@@ -363,7 +366,7 @@ class _Maker:
         return min(of_ranks, key=lambda b: (b[0] * device + b[1] * host + b[2] * disk, sum(b)))
 
 
-def _arrange(candidates: Sequence[Candidate], costs: Sequence[Cost | None], side: Side) -> None:
+def arrange(candidates: Sequence[Candidate], costs: Sequence[Cost | None], side: Side) -> None:
     """Orders candidates by cost into a side; equal costs keep the given order. No cost, or one that is no number: out.
 
     Raises ValueError when there are not as many costs as candidates.

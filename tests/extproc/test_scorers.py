@@ -266,15 +266,24 @@ def test_ttft(row: tuple[list[tuple[int, int | None, int, int]], list[float], st
         made("ABC"[i], uncached_tokens=queued, prefill_rate=rate, device=device, host=host)
         for i, (queued, rate, device, host) in enumerate(given)
     ]
-    costs = build("ttft").costs(Request(4096, 16), candidates)
+    costs = build("ttft", own_weight=1).costs(Request(4096, 16), candidates)
     assert [cost[0] for cost in costs if cost] == pytest.approx(wanted)
     assert "".join(winners(candidates, costs)) == best
 
 
 def test_ttft_configured_rates_and_weight() -> None:
     candidates = [made("A", uncached_tokens=800, prefill_rate=1), made("B", prefill_rate=1), made("C", prefill_rate=1)]
-    scorer = build("ttft", prefill_rate=8000, prefill_rates={"B": 4000}, own_weight=2)
-    assert scorer.costs(Request(4000, 16), candidates) == [(1.1,), (2.0,), (1.0,)]
+    scorer = build("ttft", prefill_rate=8000, prefill_rates={"B": 7000}, own_weight=4)
+    assert scorer.costs(Request(4000, 16), candidates) == [(1.1,), (8000 / 7000,), (1.0,)], "one of three is busy"
+    idle = [made("A"), made("B")]
+    assert scorer.costs(Request(4000, 16), idle) == [(0.5,), (4000 / 7000,)], "nobody waits: the plain estimate"
+
+
+def test_ttft_learnt_rates_of_equal_engines_are_equal() -> None:
+    """7000 and 8000 are chance, 2000 is another machine."""
+    candidates = [made("ABC"[i], prefill_rate=rate) for i, rate in enumerate((7000, 8000, 2000))]
+    assert build("ttft").costs(Request(7000, 16), candidates) == [(1.0,), (1.0,), (3.5,)]
+    assert build("ttft", rate_tolerance=0).costs(Request(7000, 16), candidates) == [(1.0,), (0.875,), (3.5,)]
 
 
 def test_ttft_counts_what_the_oldest_must_have_done_by_now() -> None:
