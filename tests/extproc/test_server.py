@@ -241,3 +241,45 @@ async def test_message_over_the_receive_limit_ends_only_its_stream() -> None:
         async with peer.stream() as other:
             await decided(other, body=b"x" * 99_000)
             assert peer.observer.reasons == ["too_large"]
+
+
+class ResetPeer:
+    """A context whose peer is gone by the time of the first write, before grpc has cancelled the handler."""
+
+    def __init__(self) -> None:
+        self.messages = [bytes(request_headers()), bytes(request_body(BODY))]
+
+    async def read(self) -> bytes:
+        return self.messages.pop(0)
+
+    async def write(self, data: bytes) -> None:
+        if not self.messages:
+            raise grpc.aio.InternalError("batch failed")
+
+
+async def test_reset_between_two_calls_ends_like_a_cancellation() -> None:
+    """grpc would log anything else as an error of the handler."""
+    async with serving() as peer:
+        with pytest.raises(asyncio.CancelledError):
+            await peer.server._process(None, ResetPeer())
+        await peer.quiet()
+        assert len(peer.decider.tickets) == 1
+        assert peer.observer.faults == []
+
+
+async def test_fault_of_our_own_ends_only_its_stream(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(reply: Any) -> bytes:
+        raise ValueError("secret prompt")
+
+    async with serving() as peer, peer.stream() as stream:
+        with monkeypatch.context() as patch:
+            patch.setattr(peer.server._encoder, "encode", fail)
+            assert await stream.ask(request_headers()) is None
+        assert await stream.call.code() == grpc.StatusCode.INTERNAL
+        assert await stream.call.details() == "internal error"
+        assert peer.observer.faults == ["server"]
+        async with peer.stream() as other:
+            await decided(other)
+    assert "secret" not in caplog.text
