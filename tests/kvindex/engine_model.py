@@ -61,7 +61,6 @@ class Engine:
         self.next = first
         self.array = recovery is not Recovery.SNAPSHOT and dice.random() < 0.4
         self.seed = dice.getrandbits(40)
-        self.first_content: list[dict[str, Any]] = []
         self.last: Message | None = None
         if first and dice.random() < 0.5:  # it had content before its first message
             self._store(dice.randrange(len(PROMPTS)))
@@ -227,6 +226,7 @@ class Faults:
 @dataclass
 class Answer:
     attempt: int
+    start: int
     messages: deque[list[bytes]] = field(default_factory=deque)
     begun: bool = False
 
@@ -257,12 +257,14 @@ class World:
         )
         self.now = 0.0
         self.up = False
+        self.met = False
         self.on_wire: deque[list[bytes]] = deque()  # sent over this connection, not delivered yet
         self.answers: list[Answer] = []
         self.abandoned: list[Answer] = []
         self.started = 0
         self.newest_told = self.engine.process  # process behind the connection we were last told of
         self.faults = Faults()
+        self.checked: Any = None
 
     def _engine(self, first: int = 0) -> Engine:
         return Engine(self.dice, self.recovery, ring=self.ring, process=next(self.processes), first=first)
@@ -275,8 +277,7 @@ class World:
         for action in actions:
             if isinstance(action, StartReplay):
                 assert not self.answers, "two attempts at once"
-                self.answers.append(Answer(action.attempt))
-                self.answers[-1].start = action.start  # type: ignore[attr-defined]
+                self.answers.append(Answer(action.attempt, action.start))
                 self.started += 1
             elif isinstance(action, CancelReplay):
                 self.abandoned += [one for one in self.answers if one.attempt == action.attempt]
@@ -307,13 +308,7 @@ class World:
             self.do(self.sync.reply(old.attempt, frames, self.now))
         if roll() < faults.operator:
             self.do(self.sync.resync(self.now))
-        due = self.sync.next_timer
-        if due is not None and due <= self.now:
-            self.do(self.sync.timer(self.now))
-        else:
-            self.do(self.sync.timer(self.now)) if roll() < 0.1 else None
-
-    met = False
+        self.do(self.sync.timer(self.now))
 
     def connect(self) -> None:
         self.up = True
@@ -390,7 +385,7 @@ class World:
             if dice.random() < faults.refuse:
                 self.do(self.sync.attempt_failed(answer.attempt, "refused", self.now))
                 return
-            answer.messages = self.replies(answer.start)  # type: ignore[attr-defined]
+            answer.messages = self.replies(answer.start)
             self.do(self.sync.attempt_started(answer.attempt, self.now))
         elif answer.messages:
             self.do(self.sync.reply(answer.attempt, answer.messages.popleft(), self.now))
@@ -401,10 +396,8 @@ class World:
         messages = [
             [b"", *topic, message.sequence.to_bytes(8, "big"), message.payload]
             for message in map(self.note, self.engine.replay(start))
-            if message.sequence >= 0
+            if message.sequence >= 0  # nothing published yet: there is no watermark below 0
         ]
-        if self.recovery is Recovery.SNAPSHOT and not messages:  # nothing published yet: no watermark below 0
-            messages = []
         if messages and roll() < faults.hole:
             del messages[self.dice.randrange(len(messages))]
         if messages and roll() < faults.damage:
@@ -413,7 +406,7 @@ class World:
                 b"",
                 *self.damaged([*topic, *messages[place][-2:]] if topic else [b"", *messages[place][-2:]])[1:],
             ]
-        messages.append([b"", *topic[:0], END, b""])
+        messages.append([b"", END, b""])
         if roll() < faults.truncate:
             del messages[self.dice.randrange(len(messages)) :]
         return deque(messages)
@@ -421,7 +414,19 @@ class World:
     # -- what must hold
 
     def check(self) -> None:
+        """After every input; nothing is looked at again while nothing moved."""
         sync = self.sync
+        now = (
+            sync.state,
+            sync.last,
+            sync.complete,
+            sync._counts["rebuilds"],
+            sync._counts["batches"],
+            self.newest_told,
+        )
+        if now == self.checked:
+            return
+        self.checked = now
         found = [self.index.find(keys).get(self.view, TierBlocks(0, 0, 0)) for keys in KEYS]
         if not sync.synchronized:
             assert not any(map(any, found)), f"hits while {sync.state}"
