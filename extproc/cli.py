@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import click
 
 from extproc import __version__
+from extproc.commands.record import record
 from extproc.commands.simulate import simulate
 from extproc.commands.tokens import tokens
 from extproc.commands.verify import verify
@@ -215,7 +216,7 @@ def example_config() -> None:
     click.echo(files("extproc").joinpath("example.yaml").read_text("utf-8"), nl=False)
 
 
-for command in (verify, tokens, simulate):
+for command in (verify, tokens, simulate, record):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Captures: what an engine published and answered, recorded; and the proof that the index predicts it.
 
 `verify` feeds the recorded live frames, in file order, to the real dialect, StreamSync and PrefixIndex and compares,
-for each request, the predicted cached tokens with those the engine reported itself. `recorder.record` makes a file.
+for each request, the predicted cached tokens with those the engine reported itself. `kvcar record` makes a file.
 
 Format: JSON lines, frames as hex. Other keys are for the reader, and so are records of other kinds.
 
     {"kind": "meta", "args": ["--lora-modules", "ada=..."]}                 the first line
     {"kind": "live", "port": 5557, "frames": [topic, sequence, payload]}    one message; a stream for each port
+      "history": true                                                       published before the recording began
     {"kind": "request", "path", "body", "status", "usage", "prompt_token_ids", "output_token_ids", "headers",
      "t": when the answer was there, "start": when it was sent}             written after the events of that request
 
@@ -172,6 +173,7 @@ class _Capture:
         self.roots: set[bytes] = set()
         self.streams: list[RecordedStream] = []
         self.batches: dict[int, RecordedBatch] = {}
+        self.history: set[int] = set()
         self.stored_at: dict[bytes, list[Position]] = {}
         self._read_batches()
         self.requests: list[_Request] = []
@@ -213,6 +215,9 @@ class _Capture:
             events = [event for event in events if not isinstance(event, Skipped)]
             keys = [self._stored(event, chains[stream]) for event in events]
             self.batches[number] = RecordedBatch(stream, frames, events, keys)
+            if record.get("history") is True:
+                self.history.add(number)  # no request of the file caused it
+                continue
             for place, stored in enumerate(keys):
                 for key in stored:
                     self.stored_at.setdefault(key, []).append((number, place))
@@ -275,6 +280,7 @@ class _Capture:
                     break
                 previous = boundary
             begin, previous = previous + 1, request.record
+            begin = max((number + 1 for number in self.history if begin <= number < request.record), default=begin)
             window = [number for number in range(begin, request.record) if number in self.batches]
             own = self._own(request, begin)
             stream = self._stream_of(request, own, window)
@@ -368,7 +374,7 @@ class _Capture:
         for number in self.batches:
             while boundary is not None and boundary < number:
                 boundary = next(following, None)
-            if boundary is not None:
+            if boundary is not None and number not in self.history:
                 owners[number] = boundary
         return owners
 
@@ -402,7 +408,7 @@ class _Capture:
         lookup, found = (
             max(plain, key=lambda one: (self._tokens(one[1]) == request.engine, self._tokens(one[1])))
             if plain
-            else (None, Found(NO_BLOCKS, True))
+            else (None, Found(NO_BLOCKS, bool(self.streams)))
         )
         predicted = self._tokens(found)
         reason = None

@@ -22,6 +22,8 @@ CONFINED = {
         "extproc/prompt/remote.py",
         "extproc/doctor",
         "extproc/cli.py",
+        "extproc/recorder.py",
+        "extproc/commands/",
         "examples/",
     ],
     "uvloop": ["extproc/app.py", "extproc/cli.py", "extproc/workers.py"],
@@ -62,6 +64,7 @@ KVINDEX_ORDER = [
     {"directory", "retrace", "capture", "link", "options"},
     {"transport"},
     {"client", "discovery"},
+    {"recorder"},
 ]
 
 
