@@ -9,18 +9,36 @@ Both answer Unscored instead of raising. The body is never changed and never ser
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 import orjson
 
 from extproc import normalize
+from extproc.anthropic import read_messages
 from extproc.reasons import Reason, Refused, Unscored, bad
+from extproc.requests import (
+    ChatRequest,
+    IdsRequest,
+    Request,
+    TextRequest,
+    common,
+    flag,
+    forwarded_ids,
+    prompt_request,
+    template_kwargs,
+    thinking,
+    without_unset,
+)
+from extproc.responses import read_responses
+
+__all__ = [
+    "Body", "ChatRequest", "Endpoint", "IdsRequest", "Request", "Routes", "TextRequest", "parse_body", "read",
+]  # fmt: skip
 
 DEFAULT_MAX_BODY = 32 << 20
-MAX_SALT = 1024
 
 
 class Endpoint(StrEnum):
@@ -85,42 +103,6 @@ class Body:
     size: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Common:
-    salt: str | None = None
-    truncate: int | None = None  # None = no cut, -1 = to the model's length, n = keep n ids
-    side: str | None = None  # "left", "right"; None = the tokenizer's own, which is left in the engines
-    max_output: int = 0
-    reads_cache: bool = True  # False: the engine does not read its prefix cache for this request
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest(_Common):
-    messages: list[Any] = field(repr=False)
-    tools: list[dict[str, Any]] | None = field(default=None, repr=False)
-    tool_choice_none: bool = False
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = False
-    chat_template: str | None = field(default=None, repr=False)
-    variables: dict[str, Any] = field(default_factory=dict, repr=False)  # chat_template_kwargs, nulls dropped
-    overrides: dict[str, Any] = field(default_factory=dict, repr=False)  # body fields that beat them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextRequest(_Common):
-    text: str = field(repr=False)
-    add_special_tokens: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IdsRequest(_Common):
-    ids: list[int] = field(repr=False)
-
-
-Request = ChatRequest | TextRequest | IdsRequest
-
-
 def parse_body(
     path: str,
     headers: Mapping[str, str],
@@ -165,10 +147,14 @@ def _load(body: bytes) -> Any:
         for key in ("tools", "documents", "chat_template_kwargs", "messages"):
             value = fields.get(key)
             if key == "messages" and isinstance(value, list):
-                value = [item for item in value if isinstance(item, dict) and "tool_calls" in item]
+                value = [item for item in value if isinstance(item, dict) and _may_hold_numbers(item)]
             if value and normalize.holds_huge_number(value):
                 return json.loads(body)
     return fields
+
+
+def _may_hold_numbers(message: Mapping[str, Any]) -> bool:
+    return "tool_calls" in message or isinstance(message.get("content"), list)
 
 
 def read(body: Body) -> Request | Unscored:
@@ -179,48 +165,39 @@ def read(body: Body) -> Request | Unscored:
         return refused.unscored
 
 
-def read_chat(fields: Mapping[str, Any]) -> Request:
-    """/v1/chat/completions."""
-    forwarded = _forwarded_ids(fields)
+def read_chat(fields: Mapping[str, Any], *, generation: bool = True) -> Request:
+    """/v1/chat/completions. `generation`: default of add_generation_prompt."""
+    forwarded = forwarded_ids(fields)
     if forwarded is not None:
         return forwarded
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise bad("messages must be a non-empty list")
-    generation = _flag(fields, "add_generation_prompt", True)
-    continued = _flag(fields, "continue_final_message", False)
+    generation = flag(fields, "add_generation_prompt", generation)
+    continued = flag(fields, "continue_final_message", False)
     if continued and generation:
         raise bad("continue_final_message needs add_generation_prompt false")
     template = fields.get("chat_template")
     if template is not None and not isinstance(template, str):
         raise bad("chat_template must be a string")
-    given = fields.get("chat_template_kwargs")
-    if given is not None and not isinstance(given, dict):
-        raise bad("chat_template_kwargs must be an object")
-    overrides: dict[str, Any] = {}
+    given = template_kwargs(fields)
+    overrides = thinking(fields.get("reasoning_effort"), given)
     documents = fields.get("documents")
     if documents is not None:
         if not isinstance(documents, list) or not all(isinstance(item, dict) for item in documents):
             raise bad("documents must be a list of objects")
         overrides["documents"] = documents
-    effort = fields.get("reasoning_effort")
-    if effort is not None:
-        if not isinstance(effort, str):
-            raise bad("reasoning_effort must be a string")
-        overrides["reasoning_effort"] = effort
-        if "enable_thinking" not in (given or {}):
-            overrides["enable_thinking"] = effort != "none"
     return ChatRequest(
         messages=messages,
         tools=normalize.tools(fields.get("tools")),
         tool_choice_none=fields.get("tool_choice") == "none",
         add_generation_prompt=generation,
         continue_final_message=continued,
-        add_special_tokens=_flag(fields, "add_special_tokens", False),
+        add_special_tokens=flag(fields, "add_special_tokens", False),
         chat_template=template or None,
-        variables=without_unset(given or {}),
+        variables=without_unset(given),
         overrides=overrides,
-        **_common(fields, echo=fields.get("echo") is True),
+        **common(fields, echo=fields.get("echo") is True),
     )
 
 
@@ -232,91 +209,58 @@ def read_completion(fields: Mapping[str, Any]) -> Request:
         raise bad("suffix")
     # echo asks for logprobs of the prompt only together with logprobs
     echo = fields.get("echo") is True and fields.get("logprobs") is not None
-    return prompt_request(fields, fields.get("prompt"), _common(fields, echo=echo))
+    return prompt_request(fields, fields.get("prompt"), common(fields, echo=echo))
 
 
-def prompt_request(fields: Mapping[str, Any], prompt: object, common: dict[str, Any]) -> Request:
-    """A prompt given as text, ids, or a list of one of either."""
-    if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
-        raise Refused(Reason.BATCH, f"{len(prompt)} prompts")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-        prompt = prompt[0]
-    if not prompt:
-        raise bad("prompt is empty")
-    if isinstance(prompt, str):
-        return TextRequest(text=prompt, add_special_tokens=_flag(fields, "add_special_tokens", True), **common)
-    if isinstance(prompt, list) and normalize.is_token_ids(prompt):
-        return IdsRequest(ids=prompt, **common)
-    raise bad("prompt must be text or token ids")
+def read_embedding(fields: Mapping[str, Any]) -> Request:
+    """/v1/embeddings: `input` as text, ids or a chat, or `messages`."""
+    if fields.get("padding") not in (None, "do_not_pad"):
+        raise bad("padding")
+    prompt, messages = fields.get("input"), fields.get("messages")
+    if messages is None and isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
+        messages = prompt
+    if messages is None:
+        return replace(prompt_request(fields, prompt, common(fields)), own_side="right", max_output=0)
+    if isinstance(messages, list) and messages and all(isinstance(item, list) for item in messages):
+        raise Refused(Reason.BATCH, f"{len(messages)} chats")
+    chat = {key: value for key, value in fields.items() if key in _CHAT_OPTIONS}
+    return replace(read_chat({**chat, "messages": messages}, generation=False), own_side="right", max_output=0)
 
 
-def _forwarded_ids(fields: Mapping[str, Any]) -> IdsRequest | None:
-    """Ids that the prefill side forwards in kv_transfer_params: the engine takes them and ignores the messages."""
-    transfer = fields.get("kv_transfer_params")
-    ids = transfer.get("prompt_token_ids") if isinstance(transfer, dict) else None
-    if ids is None or fields.get("echo") is True or _has_media(fields.get("messages")):
-        return None
-    if not isinstance(ids, list) or not ids or not normalize.is_token_ids(ids):
-        raise bad("kv_transfer_params.prompt_token_ids must be a non-empty list of ids")
-    return IdsRequest(ids=ids, salt=_salt(fields))
+_CHAT_OPTIONS = (
+    "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template", "chat_template_kwargs",
+    "truncate_prompt_tokens", "truncation_side", "cache_salt",
+)  # fmt: skip
 
 
-def _has_media(messages: object) -> bool:
-    for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict):
-                kind = part.get("type", "text")
-                if not normalize.MEDIA_KEYS.isdisjoint(part) or not isinstance(kind, str):
-                    return True
-                if kind not in normalize.TEXT_KEY and kind != "tool_reference":
-                    return True
-    return False
+def _is_message(item: object) -> bool:
+    return isinstance(item, dict) and isinstance(item.get("role"), str)
 
 
-def without_unset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Template variables that count as given: the engine drops null and "auto" when it merges."""
-    return {key: value for key, value in values.items() if value is not None and value != "auto"}
+def read_tokenize(fields: Mapping[str, Any]) -> Request:
+    """/tokenize: a chat or a text; no engine looks into its cache for it."""
+    request = read_chat(fields) if "messages" in fields else read_completion(fields)
+    return replace(request, reads_cache=False)
 
 
-def _common(fields: Mapping[str, Any], *, echo: bool = False) -> dict[str, Any]:
-    truncate = fields.get("truncate_prompt_tokens")
-    if truncate is not None and (type(truncate) is not int or truncate < -1):
-        raise bad("truncate_prompt_tokens must be an int of at least -1")
-    side = fields.get("truncation_side")
-    if side not in (None, "left", "right"):
-        raise bad("truncation_side must be left or right")
-    output = fields.get("max_completion_tokens")
-    if output is None:
-        output = fields.get("max_tokens")
-    return {
-        "salt": _salt(fields),
-        "truncate": truncate,
-        "side": side,
-        "max_output": output if type(output) is int else 0,
-        "reads_cache": fields.get("prompt_logprobs") is None and not echo,
-    }
+def read_generate(fields: Mapping[str, Any]) -> Request:
+    """/generate and /inference/v1/generate: ids or text, under the engines' several names."""
+    if any(fields.get(key) for key in ("features", "content_parts", "image_data", "audio_data", "video_data")):
+        raise Refused(Reason.MULTIMODAL, "media")
+    if fields.get("input_embeds") is not None:
+        raise Refused(Reason.EMBEDS, "input_embeds")
+    for key in ("token_ids", "input_ids", "text", "prompt"):
+        if fields.get(key) is not None:
+            return prompt_request(fields, fields[key], common(fields))
+    raise bad("neither ids nor text")
 
 
-def _salt(fields: Mapping[str, Any]) -> str | None:
-    salt = fields.get("cache_salt")
-    if salt is None:
-        return None
-    if not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT:
-        raise bad(f"cache_salt must be text of 1 to {MAX_SALT} characters")
-    return salt
-
-
-def _flag(fields: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = fields.get(key, default)
-    if not isinstance(value, bool):
-        raise bad(f"{key} must be true or false")
-    return value
-
-
-def _unhandled(fields: Mapping[str, Any]) -> Request:
-    raise Refused(Reason.PATH, "endpoint not scored")
-
-
-READERS = dict.fromkeys(Endpoint, _unhandled)
-READERS |= {Endpoint.CHAT: read_chat, Endpoint.COMPLETIONS: read_completion}
+READERS: dict[Endpoint, Callable[[Mapping[str, Any]], Request]] = {
+    Endpoint.CHAT: read_chat,
+    Endpoint.COMPLETIONS: read_completion,
+    Endpoint.RESPONSES: read_responses,
+    Endpoint.MESSAGES: read_messages,
+    Endpoint.EMBEDDINGS: read_embedding,
+    Endpoint.TOKENIZE: read_tokenize,
+    Endpoint.GENERATE: read_generate,
+}

@@ -14,12 +14,13 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from extproc import normalize, openai
-from extproc.openai import Body, ChatRequest, IdsRequest, Request, TextRequest
+from extproc.openai import Body, ChatRequest, IdsRequest, Request
 from extproc.prompt import segments as rule
 from extproc.prompt import tokenizer as tokenizers
 from extproc.prompt.chain import ChainCache
@@ -34,13 +35,16 @@ from extproc.prompt.template import (
     RenderError,
     Templates,
     request_template,
+    wants_system_first,
 )
 from extproc.prompt.tokenizer import Loaded, TokenizerError, reraise_exit
 from extproc.reasons import Reason, Refused, Unscored, bad
+from extproc.requests import thinking
 from kvindex.hashing import DEFAULT_SEED, content_keys, extras_bytes, pack_tokens, root_bytes
 
 log = logging.getLogger(__name__)
 
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
 LARGE_BODY = 262_144  # bytes from which on rendering and cutting leave the event loop, too
 
 
@@ -257,6 +261,11 @@ class Prompter:
         if tools is not None and request.tool_choice_none and options.exclude_tools_when_tool_choice_none:
             tools = None
         template = self._template(request, tools is not None)
+        if request.merge_system and self._system_first:
+            request = replace(request, messages=_one_system(request.messages))
+        if request.thinking_disabled:
+            effort = thinking(self._disabled_effort, request.variables)
+            request = replace(request, overrides=effort | request.overrides, thinking_disabled=False)
         variables = self._variables(request, template)
         documents = variables.pop("documents", None)
         list_format = template.list_format if options.content_format == "auto" else options.content_format == "openai"
@@ -274,6 +283,27 @@ class Prompter:
             )
         except RenderError as error:
             raise Refused(Reason.TEMPLATE_ERROR, str(error)) from None
+
+    @cached_property
+    def _system_first(self) -> bool:
+        """Whether Anthropic's inline system messages are merged into the first one."""
+        templates = [template.source for template in self.templates]
+        return not templates or any(map(wants_system_first, templates))
+
+    @cached_property
+    def _disabled_effort(self) -> str:
+        """The reasoning effort that stands for "thinking disabled": low where the template refuses or ignores none."""
+
+        def hello(effort: str) -> str | None:
+            overrides = thinking(effort, {})
+            try:
+                return self.render(ChatRequest(messages=[{"role": "user", "content": "Hi"}], overrides=overrides))
+            except Refused:
+                return None
+
+        without = hello("none")
+        ignored = without is None or any(hello(effort) == without for effort in EFFORTS)
+        return "low" if ignored else "none"
 
     def _template(self, request: ChatRequest, tools: bool) -> ChatTemplate:
         if request.chat_template is not None:
@@ -319,11 +349,11 @@ class Prompter:
         count = len(tokens) // 4
         keep = self._kept(request, count)
         if keep is not None:
-            side = request.side
-            if side is None and isinstance(request, TextRequest) and request.add_special_tokens and self._loaded:
-                tokens = _keep_special(tokens, keep, rule.added_around(self._loaded.config))
-            else:
-                tokens = tokens[: 4 * keep] if side == "right" else tokens[len(tokens) - 4 * keep :]
+            side = request.side or request.own_side
+            around = None
+            if request.side is None and not isinstance(request, IdsRequest) and request.add_special_tokens:
+                around = rule.added_around(self._loaded.config) if self._loaded else None
+            tokens = _shortened(tokens, keep, side, around or ((), ()))
         return Prompt(
             tokens=tokens,
             count=len(tokens) // 4,
@@ -389,13 +419,23 @@ class Prompter:
         return stats
 
 
-def _keep_special(tokens: bytes, keep: int, around: tuple[Sequence[int], Sequence[int]] | None) -> bytes:
-    """The tokenizer's own cut, which the engine uses when no side is given: special ids stay, the text loses its left
-    end."""
-    before, after = (len(side) for side in around) if around is not None else (0, 0)
-    inside = max(0, keep - before - after)
-    end = len(tokens) - 4 * after
-    return (tokens[: 4 * before] + tokens[end - 4 * inside : end] + tokens[end:])[: 4 * keep]
+def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    texts = [message["content"] for message in messages if message["role"] == "system"]
+    rest = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": "".join(texts)}, *rest] if texts else rest
+
+
+def _shortened(tokens: bytes, keep: int, side: str, around: tuple[Sequence[int], Sequence[int]]) -> bytes:
+    """`keep` ids of the given side.
+
+    around  ids that stay whatever the side: where a request names no side the engine lets the tokenizer cut, which
+            shortens the text between its special ids
+    """
+    before, after = (4 * len(ids) for ids in around)
+    end = len(tokens) - after
+    inside = max(0, 4 * keep - before - after)
+    middle = tokens[before : before + inside] if side == "right" else tokens[max(before, end - inside) : end]
+    return (tokens[:before] + middle + tokens[end:])[: 4 * keep]
 
 
 def templates_of(options: Options, loaded: Loaded) -> Templates:

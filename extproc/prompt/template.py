@@ -12,6 +12,8 @@ from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError, meta
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from extproc.prompt.content_format import wants_list
 
@@ -93,6 +95,18 @@ class ChatTemplate:
             )
         except Exception as error:
             raise RenderError(type(error).__name__) from None
+
+
+def wants_system_first(source: str) -> bool:
+    """True if the template refuses a system message behind others. Tried as the engine tries it: in a bare sandbox,
+    where whatever else it refuses or lacks counts as a refusal, too."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    messages = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+    try:
+        environment.from_string(source).render(messages=messages, add_generation_prompt=False)
+    except Exception:
+        return True
+    return False
 
 
 PLAIN_TYPES = frozenset((str, int, float, bool, list, dict, type(None)))
