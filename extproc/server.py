@@ -27,6 +27,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 
 from extproc import wire
+from extproc.allocator import keep_freed_memory
 from extproc.messages import Decider, Immediate, Reply
 from extproc.reasons import Reason
 from extproc.session import Session
@@ -65,6 +66,7 @@ class ServerOptions:
                          with connection_keepalive
     drain_wait           seconds between NOT_SERVING and refusing streams: health check interval x unhealthy_threshold
     grace                seconds that open exchanges may take to end after that
+    keep_freed_bytes     freed memory that the process keeps for the next bodies (allocator.py), 0 = as malloc likes
     """
 
     address: str = "127.0.0.1:9002"
@@ -74,6 +76,7 @@ class ServerOptions:
     min_ping_interval: float = 0.5
     drain_wait: float = 2.5
     grace: float = 30.0
+    keep_freed_bytes: int = 64 << 20
     extra_options: tuple[tuple[str, int | str], ...] = ()
 
 
@@ -127,6 +130,8 @@ class ExtProcServer:
         if 0 <= options.max_message_bytes <= limit:
             raise ServerError(f"max_message_bytes {options.max_message_bytes} must be above max_body_bytes {limit}")
         _check_address(options.address)
+        if options.keep_freed_bytes:
+            keep_freed_memory(options.keep_freed_bytes)
         server = grpc.aio.server(options=_channel_options(options))
         server.add_generic_rpc_handlers((_Routes(self._process, self._health),))
         await self._health.set(LIVENESS, _SERVING)
