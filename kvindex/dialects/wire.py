@@ -34,6 +34,9 @@ RANK_KEYS = ("data_parallel_rank", "dp_rank")
 TIME_KEYS = ("ts", "timestamp", "timestamp_ms")
 
 
+LONG = object()
+
+
 class RawBatch(NamedTuple):
     """events: a list, or a lazy iterator that may raise DecodeError for what is wrong inside one event."""
 
@@ -90,14 +93,16 @@ def _open_large(payload: bytes, single: bool, pace: Callable[[], None] | None) -
         elif _is_map(payload[0]):
             fields: dict[str, Any] = {}
             bounds = None
-            for _ in range(scan.unpacker.read_map_header()):
+            count = scan.unpacker.read_map_header()
+            single = single and count > 0
+            for _ in range(count):
                 key = scan.small(view)
-                if key == "events" and bounds is None:
+                if key == "events":
                     bounds = scan.events()
-                elif isinstance(key, (str, bytes)):
+                elif key is LONG or isinstance(key, (str, bytes)):
                     value = scan.small(view)
                     if key in RANK_KEYS or key in TIME_KEYS:
-                        fields[str(key)] = value
+                        fields[key] = value
                 else:
                     raise DecodeError("a map key is neither text nor bytes")
             rank, timestamp = _any_of(fields, RANK_KEYS), _any_of(fields, TIME_KEYS)
@@ -129,11 +134,11 @@ class _Scan:
         self._size = len(payload)
 
     def small(self, view: memoryview) -> Any:
-        """The next value when it is short, else None (nothing the batch envelope needs is long)."""
+        """The next value when it is short, else LONG (nothing the batch envelope needs is long)."""
         start = self.unpacker.tell()
         self.unpacker.skip()
         end = self.unpacker.tell()
-        return unpack(view[start:end]) if end - start <= 256 else None
+        return unpack(view[start:end]) if end - start <= 256 else LONG
 
     def events(self) -> array[int]:
         """Start of each event and the end of the last one."""

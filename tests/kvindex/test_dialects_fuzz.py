@@ -1,0 +1,178 @@
+"""Any bytes: a batch, or DecodeError. Never another error, never much memory, the same events however they are read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvindex.dialects import DIALECTS, DialectOptions, wire
+from kvindex.errors import DecodeError
+from kvindex.events import AllBlocksCleared, BlockRemoved, BlockStored, Skipped, Tier
+
+QUICK = settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(max_size=8), st.binary(max_size=40)
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=12,
+)
+tags = st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared", "stored", "removed", "cleared", "Other"])
+keys = st.sampled_from(
+    ["type", "event_type", "block_hashes", "seq_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id",
+     "medium", "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind", "ownership", "cache_salt", "object_key",
+     "backend_id"]
+)  # fmt: skip
+fields = st.one_of(
+    values,
+    st.lists(st.integers(0, 2**32), max_size=8),
+    st.lists(st.integers(-(2**63), 2**64 - 1) | st.binary(max_size=32), max_size=3),
+    st.sampled_from(["GPU", "CPU", "STORAGE", "full_attention", "mamba", 4, 2, None]),
+)
+map_events = st.builds(lambda tag, rest: {"type": tag, **rest}, tags, st.dictionaries(keys, fields, max_size=9))
+rfc_events = st.builds(lambda tag, rest: {"event_type": tag, **rest}, tags, st.dictionaries(keys, fields, max_size=9))
+array_events = st.builds(lambda tag, rest: [tag, *rest], tags, st.lists(fields, max_size=12))
+batches = st.builds(
+    lambda time, events, rest: [time, events, *rest],
+    scalars,
+    st.lists(st.one_of(map_events, rfc_events, array_events, values), max_size=6),
+    st.lists(st.none() | st.integers(-1, 5) | scalars, max_size=2),
+)
+
+
+def well_formed(event: Any) -> None:
+    """What the index relies on."""
+    if isinstance(event, Skipped):
+        assert event.reason
+        assert len(event.detail) < 300
+        return
+    if isinstance(event, AllBlocksCleared):
+        return
+    assert all(type(one) in (int, bytes) for one in event.hashes)
+    assert isinstance(event.tier, Tier)
+    assert event.group >= 0
+    if isinstance(event, BlockRemoved):
+        return
+    assert isinstance(event, BlockStored)
+    assert len(event.tokens) == 4 * event.block_size * len(event.hashes)
+    assert event.parent is None or type(event.parent) in (int, bytes)
+    assert event.extras is None or len(event.extras) == len(event.hashes)
+    assert isinstance(event.root, bytes)
+
+
+def outcome(dialect: str, payload: bytes) -> Any:
+    """(rank, time, events) or None; no error but DecodeError comes out."""
+    try:
+        batch = DIALECTS[dialect](DialectOptions()).decode(payload)
+        events = list(batch.events)
+    except DecodeError as error:
+        return None if 0 < len(str(error)) < 300 else f"unreadable error: {error}"
+    for event in events:
+        well_formed(event)
+    return repr((batch.dp_rank, batch.timestamp, events))
+
+
+def both_ways(payload: bytes) -> None:
+    """Whole, and event by event: the same outcome."""
+    before = wire.EAGER_BYTES, wire.WALK_BYTES
+    for dialect in DIALECTS:
+        try:
+            found = set()
+            for wire.EAGER_BYTES, wire.WALK_BYTES in ((1 << 16, 1 << 12), (1 << 16, 0), (0, 0)):
+                found.add(outcome(dialect, payload))
+        finally:
+            wire.EAGER_BYTES, wire.WALK_BYTES = before
+        assert len(found) == 1, f"{dialect}: {found}"
+        assert "unreadable" not in str(found)
+
+
+@QUICK
+@given(st.binary(max_size=200))
+def test_any_bytes(payload: bytes) -> None:
+    both_ways(payload)
+
+
+@QUICK
+@given(values)
+def test_any_value(value: Any) -> None:
+    both_ways(msgpack.packb(value))
+
+
+@QUICK
+@given(batches)
+def test_any_batch(batch: Any) -> None:
+    both_ways(msgpack.packb(batch))
+
+
+@QUICK
+@given(batches, st.data())
+def test_broken_batches(batch: Any, data: st.DataObject) -> None:
+    payload = bytearray(msgpack.packb(batch))
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(payload) - 1))
+        payload[place] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(payload)))
+    both_ways(bytes(payload))
+    both_ways(bytes(payload[:cut]))
+
+
+@QUICK
+@given(st.lists(st.binary(max_size=9), max_size=6))
+def test_any_reply(frames: list[bytes]) -> None:
+    for dialect in DIALECTS:
+        try:
+            reply = DIALECTS[dialect](DialectOptions()).split_reply(frames)
+        except DecodeError:
+            continue
+        assert reply is None or (0 <= reply[0] < 2**64 - 1 and reply[1] == frames[-1])
+
+
+HOSTILE = """
+import resource, sys
+from kvindex.dialects import DIALECTS, DialectOptions
+from kvindex.errors import DecodeError
+
+def nested(size, head):
+    deep = head(size) * 400
+    return deep + bytes(max(0, size - len(deep)))
+
+def array32(size): return b"\\xdd" + (size - 2100).to_bytes(4, "big")
+def map32(size): return b"\\xdf" + ((size - 2100) // 2).to_bytes(4, "big")
+
+sizes = (4000, 4097, 60_000, 70_000, 1 << 20)
+payloads = [b"\\x93\\xc0" + nested(size, head) for size in sizes for head in (array32, map32)]
+payloads += [nested(size, head) for size in sizes for head in (array32, map32)]
+payloads += [start + tail for start in (b"", b"\\x93\\xc0", b"\\x93\\xc0\\x91", b"\\x93\\xc0\\x91\\x91") for tail in (
+    b"\\xdd\\xff\\xff\\xff\\xff", b"\\xdf\\xff\\xff\\xff\\xff", b"\\xdb\\xff\\xff\\xff\\xff", 
+    b"\\xc6\\xff\\xff\\xff\\xff", b"\\xc9\\xff\\xff\\xff\\xff\\x01", b"\\xdc\\xff\\xff" * 1000)]
+payloads += [b"\\x93\\xc0\\xdd" + (1 << 20).to_bytes(4, "big") + b"\\xc0" * (1 << 20) + b"\\xc0"]
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for payload in payloads:
+    for name in DIALECTS:
+        try:
+            for event in DIALECTS[name](DialectOptions()).decode(payload).events:
+                pass
+        except DecodeError:
+            pass
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_hostile_lengths_take_no_memory() -> None:
+    """Announced lengths, alone and nested: the peak of a process of its own grows by less than 16 MiB."""
+    if sys.platform != "linux":
+        pytest.skip("ru_maxrss is in KiB on Linux")
+    root = Path(__file__).parent.parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", HOSTILE], cwd=root, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert int(done.stdout) < 16 * 1024
