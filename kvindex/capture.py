@@ -252,8 +252,8 @@ class _Capture:
                 continue
             if request.adapter not in adapters and root_bytes(request.adapter) not in self.roots:
                 request.adapter = ""
+            request.keys = [self._keys(request, prompt) for prompt in request.prompts]
             if self.size:
-                request.keys = [self._keys(request, prompt) for prompt in request.prompts]
                 output = [one for one in record.get("output_token_ids") or () if _is_id(one)]
                 request.chain = frozenset(self._keys(request, request.prompts[0] + output)).union(*request.keys)
             self.requests.append(request)
@@ -266,6 +266,8 @@ class _Capture:
                 before.concurrent = after.concurrent = True
 
     def _keys(self, request: _Request, tokens: Sequence[int]) -> list[bytes]:
+        if not self.size:
+            return []
         extras = [extras_bytes([request.salt])] if request.salt else None
         return content_keys(pack_tokens(tokens), self.size, root=root_bytes(request.adapter), extras=extras)
 

@@ -489,7 +489,8 @@ GOOD = msgpack.packb([1.5, [stored()], 0])
 NO_MESSAGES = [
     b"", b"\xc1", GOOD[:-1], GOOD + b"\0", GOOD[:40], b"\xdd\x7f\xff\xff\xff", b"\xdf\x7f\xff\xff\xff",
     b"\x93\xcb" + b"\0" * 8 + b"\xdd\x7f\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xffabc",
-    msgpack.packb([1.5, [{1: 2}], 0]), msgpack.packb({1: []}), b"\x93\xc0\x91\xa1\xff\x00", b"\x82\xa6events\x90\xa1\xff\x01",
+    msgpack.packb([1.5, [{1: 2}], 0]), msgpack.packb({1: []}), b"\x93\xc0\x91\xa1\xff\x00",
+    b"\x82\xa6events\x90\xa1\xff\x01",
     b"\x92" * 2000, b"\x81" * 2000, b"\x93\xc0\x90", b"\x93\xc0\x91", b"\x92\xc0",
 ]  # fmt: skip
 

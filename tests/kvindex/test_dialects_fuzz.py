@@ -152,7 +152,7 @@ sizes = (4000, 4097, 60_000, 70_000, 1 << 20)
 payloads = [b"\\x93\\xc0" + nested(size, head) for size in sizes for head in (array32, map32)]
 payloads += [nested(size, head) for size in sizes for head in (array32, map32)]
 payloads += [start + tail for start in (b"", b"\\x93\\xc0", b"\\x93\\xc0\\x91", b"\\x93\\xc0\\x91\\x91") for tail in (
-    b"\\xdd\\xff\\xff\\xff\\xff", b"\\xdf\\xff\\xff\\xff\\xff", b"\\xdb\\xff\\xff\\xff\\xff", 
+    b"\\xdd\\xff\\xff\\xff\\xff", b"\\xdf\\xff\\xff\\xff\\xff", b"\\xdb\\xff\\xff\\xff\\xff",
     b"\\xc6\\xff\\xff\\xff\\xff", b"\\xc9\\xff\\xff\\xff\\xff\\x01", b"\\xdc\\xff\\xff" * 1000)]
 payloads += [b"\\x93\\xc0\\xdd" + (1 << 20).to_bytes(4, "big") + b"\\xc0" * (1 << 20) + b"\\xc0"]
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
