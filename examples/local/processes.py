@@ -7,6 +7,7 @@ and say what they got.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -15,10 +16,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -72,6 +74,28 @@ def http_get(url: str, *, timeout: float = 2.0) -> tuple[int, bytes]:
         return 0, b""
 
 
+@contextlib.contextmanager
+def unbroken() -> Iterator[None]:
+    """Holds back Ctrl-C and its like until the block is done: between fork and the note of the pid, nobody could stop
+    the child. Only the main thread gets signals, so elsewhere this does nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    # Handlers of ours only: they do not survive exec, so the child starts with the defaults.
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, lambda received, _frame: held.append(received))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for received in held:
+            signal.raise_signal(received)
+
+
 class Process:
     """One child process with its log file `folder/name.log` (stderr) and `folder/name.out` (stdout)."""
 
@@ -91,7 +115,7 @@ class Process:
         for path in (self.log_path, self.out_path):
             if path.exists():
                 path.rename(path.with_suffix(path.suffix + ".1"))
-        with self.log_path.open("wb") as log, self.out_path.open("wb") as out:
+        with self.log_path.open("wb") as log, self.out_path.open("wb") as out, unbroken():
             self._process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-from examples.emulator.process import EmulatorProcess, start_all
-from examples.local.processes import EnvoyProcess, KvcarProcess, NotReady, free_port, wait_for
+from examples.emulator.process import EmulatorProcess
+from examples.local.processes import EnvoyProcess, KvcarProcess, NotReady, free_port, unbroken, wait_for
 from extproc.envoy_config import EnvoyOptions
 
 HERE = Path(__file__).parent
@@ -93,7 +93,7 @@ class Stack:
 
     def start(self) -> None:
         """Until requests are routed by what the engines hold. Raises NotReady or StartFailed."""
-        start_all(self.engines)
+        self._start_engines(self.engines)
         # Envoy is told kvcar's port before kvcar has bound it, and finds it there again after a restart of kvcar.
         ext_proc, admin = (f"127.0.0.1:{free_port()}" for _ in range(2))
         config = kvcar_config(self.engines, ext_proc=ext_proc, admin=admin, scorer=self._scorer, **self._config)
@@ -113,9 +113,19 @@ class Stack:
         self.envoy.wait_healthy("engines", len(self.engines))
         self.wait_routing()
 
+    def _start_engines(self, engines: Sequence[EmulatorProcess]) -> None:
+        with unbroken():
+            for engine in engines:
+                engine.start(wait=False)
+        for engine in engines:
+            engine.wait_ready()
+
     def repair(self) -> None:
         """Starts what has died. Raises NotReady or StartFailed."""
-        start_all([engine for engine in self.engines if not engine.running])
+        dead = [engine for engine in self.engines if not engine.running]
+        for engine in dead:
+            engine.stop()
+        self._start_engines(dead)
         if not self.kvcar.running:
             self.kvcar.start()
             self.kvcar.wait_ready()
@@ -148,9 +158,10 @@ class Stack:
         processes = [getattr(self, "envoy", None), getattr(self, "kvcar", None), *self.engines]
         with contextlib.ExitStack() as stack:
             for process in processes:
-                if process is not None and process.running:
-                    os.kill(process.pid, signal.SIGTERM)
+                if process is not None:
                     stack.callback(process.stop)
+                    if process.running:
+                        os.kill(process.pid, signal.SIGTERM)
 
     @property
     def url(self) -> str:
