@@ -35,6 +35,9 @@ class Hits(Protocol):
 
         `instance` is the object the router was given. Zeros for a rank that is missing or unsynchronized; () for an
         instance that is unknown or of another incarnation than discovery says.
+
+        Hits with a method `speculative(instance)` say with it, rank by rank, how many of the device blocks no event
+        has confirmed.
         """
         ...
 
@@ -55,11 +58,8 @@ class CountersLike(Protocol):
     waiting_squares: int
     uncached_tokens: float
     busy_since: float | None
-
-    @property
-    def head_tokens(self) -> float: ...
-    @property
-    def rate(self) -> float | None: ...
+    head_tokens: float
+    rate: float | None
 
 
 class ChargeLike(Protocol):
@@ -143,6 +143,7 @@ class Side:
                 "device_tokens": c.device,
                 "host_tokens": c.host,
                 "disk_tokens": c.disk,
+                "speculative_tokens": c.speculative,
                 "waiting": c.load.waiting if c.load else None,
                 "running": c.load.running if c.load else None,
                 "usage": c.load.usage if c.load else None,
@@ -163,6 +164,7 @@ class Decision:
     decode              the decode candidate of a pair, None = chosen serves alone
     rank                rank to name to the first destination (`dp: target`), None = none
     hit_tokens          tokens of the chosen one's prefix on any tier: what the engine should report as cached
+    speculative_tokens  of these, tokens that no event has confirmed
     uncached_tokens     prompt tokens minus weighted hits: what is charged to it
     best_available_hit  highest hit_tokens over all eligible instances, also those without a load report
     reason              None, "no_candidate" or "scorer_error"; `detail` says it in words
@@ -176,6 +178,7 @@ class Decision:
     decode: Candidate | None = None
     rank: int | None = None
     hit_tokens: int = 0
+    speculative_tokens: int = 0
     uncached_tokens: float = 0.0
     best_available_hit: int = 0
     reason: str | None = None
@@ -220,6 +223,7 @@ class Decision:
             "chosen": self.chosen.name if self.chosen else None,
             "rank": self.rank,
             "hit_tokens": self.hit_tokens,
+            "speculative_tokens": self.speculative_tokens,
             "uncached_tokens": self.uncached_tokens,
             "best_available_hit": self.best_available_hit,
             "reason": self.reason,

@@ -13,9 +13,9 @@ Nothing to choose from is an answer (`reason`), never an exception; so is a scor
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 
 from extproc.decision import (
     PROFILES,
@@ -43,9 +43,10 @@ SCHEDULABLE = frozenset({"active", "lease_lost"})
 
 @dataclass(slots=True)
 class _Slot:
-    """A candidate-to-be: an instance, or one of its ranks."""
+    """A candidate-to-be: an instance, or one of its ranks. `key` is the instance's name."""
 
     name: str
+    key: str
     instance: InstanceLike
     address: str
     rank: int | None
@@ -211,6 +212,7 @@ class Router:
         chosen = decision.chosen = chosen or target
         decision.destinations = tuple(dict.fromkeys(c.address for c in ordered))[: self.max_endpoints]
         decision.hit_tokens = min(request.tokens, chosen.device + chosen.host + chosen.disk)
+        decision.speculative_tokens = chosen.speculative
         decision.uncached_tokens = request.tokens - hit_tokens(chosen, request.tokens, self.weights)
         if target.rank is not None:
             decision.rank = target.rank
@@ -281,10 +283,10 @@ class Router:
                 plan.excluded[name] = "state"
                 continue
             role = str(instance.current_role).lower()
-            slots = [_Slot(name, instance, instance.address, None)]
+            slots = [_Slot(name, name, instance, instance.address, None)]
             if self.dp == "target" and instance.dp_size > 1:
                 ranks = range(instance.dp_size)
-                slots = [_Slot(f"{name}/{rank}", instance, instance.address, rank) for rank in ranks]
+                slots = [_Slot(f"{name}/{rank}", name, instance, instance.address, rank) for rank in ranks]
             (plan.decode if role == "decode" else plan.prefill).extend(slots)
             if role == "default":
                 plan.alone.update(slot.name for slot in slots)
@@ -309,6 +311,7 @@ class _Maker:
     ):
         self.request, self.loads, self.own = request, loads, own
         self.hits = hits if request.tokens >= request.block_size > 0 else None
+        self.pending = getattr(self.hits, "speculative", None)
         self.own_delta, self.weights = router.own_delta, router.weights
         self.exclude, self.only = exclude, only
         self.best_hit = 0
@@ -321,7 +324,7 @@ class _Maker:
         out = []
         for slot in slots:
             name = slot.name
-            if (exclude and (slot.instance.name in exclude or slot.address in exclude)) or (
+            if (exclude and (slot.key in exclude or slot.address in exclude)) or (
                 only is not None and slot.address not in only
             ):
                 excluded[name] = "excluded"
@@ -331,13 +334,20 @@ class _Maker:
                 device, host, disk = self.blocks(self.hits.hits(slot.instance), slot)
                 if device or host or disk:
                     device = min(tokens, device * size)
-                    host = min(tokens - device, host * size)
-                    disk = min(tokens - device - host, disk * size)
-                    self.best_hit = max(self.best_hit, device + host + disk)
-            load = load_of(slot.instance.name, now, slot.rank)
+                    if host or disk:
+                        host = min(tokens - device, host * size)
+                        disk = min(tokens - device - host, disk * size)
+                    if device + host + disk > self.best_hit:
+                        self.best_hit = device + host + disk
+            load = load_of(slot.key, now, slot.rank)
             if self.own_delta and load is not None and load.at is not None:
                 load = load._replace(waiting=load.waiting + self.own.sent_since(name, load.at))
             candidate = Candidate(name, slot.address, slot.rank, device, host, disk, load)
+            if device and self.pending is not None:
+                pending = self.pending(slot.instance)
+                rank = slot.rank
+                blocks = min(pending, default=0) if rank is None else pending[rank] if rank < len(pending) else 0
+                candidate.speculative = min(device, blocks * size)
             counters = find(name)
             if counters is not None:
                 candidate.requests = counters.requests
@@ -349,7 +359,7 @@ class _Maker:
                 candidate.prefill_rate = counters.rate
                 if counters.busy_since is not None:
                     candidate.head_tokens = counters.head_tokens
-                    candidate.busy_seconds = max(0.0, now - counters.busy_since)
+                    candidate.busy_seconds = now - counters.busy_since
             out.append(candidate)
         return out
 
@@ -371,25 +381,30 @@ def arrange(candidates: Sequence[Candidate], costs: Sequence[Cost | None], side:
 
     Raises ValueError when there are not as many costs as candidates.
     """
-    rated: list[tuple[Cost, Candidate]] = []
+    known: list[Cost] = []
+    rated: list[Candidate] = []
+    parts = 0
     for candidate, cost in zip(candidates, costs, strict=True):
-        if cost and all(map(math.isfinite, cost)):
-            rated.append((cost, candidate))
+        if cost and (isfinite(cost[0]) if len(cost) == 1 else all(map(isfinite, cost))):
+            known.append(cost)
+            rated.append(candidate)
+            parts = max(parts, len(cost))
         else:
             no_load = cost is None and candidate.load is None
             side.excluded[candidate.name] = "no_load" if no_load else "no_cost"
     if rated:
-        parts = max(len(cost) for cost, _ in rated)
-        order, side.tied = _sorted([cost for cost, _ in rated], list(range(len(rated))), 0, parts)
-        side.ordered = [rated[i][1] for i in order]
-        side.costs = [rated[i][0] for i in order]
+        order, side.tied = _sorted(known, list(range(len(rated))), 0, parts)
+        side.ordered = [rated[i] for i in order]
+        side.costs = [known[i] for i in order]
 
 
 def _sorted(costs: Sequence[Cost], indices: list[int], part: int, parts: int) -> tuple[list[int], int]:
     """Indices by cost from `part` on, and how many tie with the first. Within TIE of a group's least is equal."""
     if part == parts or len(indices) == 1:
-        return sorted(indices), len(indices)
+        indices.sort()
+        return indices, len(indices)
     pairs = sorted([(costs[i][part] if part < len(costs[i]) else 0.0, i) for i in indices])
+    last = part + 1 == parts
     out: list[int] = []
     tied = start = 0
     while start < len(pairs):
@@ -397,8 +412,15 @@ def _sorted(costs: Sequence[Cost], indices: list[int], part: int, parts: int) ->
         end = start + 1
         while end < len(pairs) and pairs[end][0] <= limit:
             end += 1
-        group, size = _sorted(costs, [i for _, i in pairs[start:end]], part + 1, parts)
-        tied = tied or size
-        out += group
+        if end == start + 1:
+            out.append(pairs[start][1])
+            tied = tied or 1
+        elif last:
+            out += sorted([i for _, i in pairs[start:end]])
+            tied = tied or end - start
+        else:
+            group, size = _sorted(costs, [i for _, i in pairs[start:end]], part + 1, parts)
+            tied = tied or size
+            out += group
         start = end
     return out, tied

@@ -16,7 +16,7 @@ import json
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,21 @@ from extproc.decision import LoadSource, Side, Ticket
 from extproc.loads.inflight import InFlight
 from extproc.router import Router
 from extproc.scorers import Candidate, Cost, Load, Request, Scorer, build
+from extproc.simulate_page import page
+from extproc.speculative import Speculation
+
+__all__ = [
+    "POLICIES",
+    "Model",
+    "Result",
+    "TraceError",
+    "TraceRequest",
+    "as_json",
+    "page",
+    "parse_policy",
+    "read_trace",
+    "simulate",
+]
 
 POLICIES = ("round_robin", "least_request", "least_waiting", "car", "unified", "load_gated", "prefix_match", "ttft")
 
@@ -55,9 +70,10 @@ class Model:
     host_blocks     second LRU tier that takes what the device evicts; host_cost: share of prefill time its tokens cost
     events          "arrival": a prompt is in the cache, and seen there, from the decision on; "prefill": when its
                     prefill ends
-    speculative     with events "prefill": what was routed counts as a hit for speculative_ttl seconds (extproc.
-                    speculative)
+    speculative     what was routed counts as a hit for speculative_ttl seconds (see extproc.speculative); of use with
+                    events "prefill"
     report_interval seconds between load reports; 0 = our own in-flight counts
+    own_delta       add requests sent since the report to its waiting (Router)
     jitter          relative standard deviation of prefill times
     speed           the trace is played that much faster
     ties            "turn": equal costs by a running number (as the published table did); "router": the router's own
@@ -76,6 +92,7 @@ class Model:
     speculative: bool = False
     speculative_ttl: float = 2.0
     report_interval: float = 0.0
+    own_delta: bool = False
     jitter: float = 0.0
     speed: float = 1.0
     ties: str = "turn"
@@ -111,7 +128,8 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """The documented keys of `--json`."""
-        return {name: value for name, value in asdict(self).items() if name != "series"}
+        names = [one.name for one in fields(self) if one.name != "series"]
+        return {name: getattr(self, name) for name in names}
 
 
 def read_trace(path: str | Path) -> list[TraceRequest]:
@@ -226,7 +244,7 @@ class _Engine:
         for block in blocks:
             if block in device:
                 on_device += 1
-            elif block in host:
+            elif host and block in host:
                 on_host += 1
             else:
                 break
@@ -311,7 +329,9 @@ class _Run:
         self.by_name = {engine.name: engine for engine in self.engines}
         self.inflight = InFlight()
         scraped = model.report_interval > 0
-        self.router = (_TurnRouter if model.ties == "turn" else Router)(scorer, max_endpoints=1, own_delta=scraped)
+        own_delta = scraped and model.own_delta
+        self.router = (_TurnRouter if model.ties == "turn" else Router)(scorer, max_endpoints=1, own_delta=own_delta)
+        self.speculation = Speculation(ttl=model.speculative_ttl) if model.speculative else None
         self.scraped = _Scraped(self.inflight)
         self.loads: LoadSource = self.scraped if scraped else self.inflight
         self.events: list[tuple[float, int, _Engine | None, _Job | None]] = []
@@ -337,9 +357,12 @@ class _Run:
     def arrive(self, request: TraceRequest, now: float) -> None:
         asked = Request(request.tokens, self.model.block_size, now=now)
         hits = _Hits(request.blocks)
-        decision = self.router.route(asked, self.engines, hits, self.loads, self.inflight, now)
+        seen = self.speculation.over(hits, request.blocks, now) if self.speculation is not None else hits
+        decision = self.router.route(asked, self.engines, seen, self.loads, self.inflight, now)
         assert decision.chosen is not None, decision.detail
         engine = self.by_name[decision.chosen.name]
+        if self.speculation is not None:
+            self.speculation.add(engine, None, request.blocks, now)
         job = _Job(request, now, decision.charge(self.inflight, now))
         if self.model.events == "arrival":
             self.place(engine, job)
@@ -386,6 +409,8 @@ class _Run:
         self.ttfts.append((job.at, now - job.at))
         if self.model.events == "prefill":
             engine.insert(job.request.blocks)
+            if self.speculation is not None:
+                self.speculation.settle(engine, 0, job.request.blocks)
         decode = self.model.decode_seconds * job.request.output
         if decode:
             self.post(now + decode, None, job)
@@ -417,10 +442,19 @@ class _Run:
         """Mean TTFT and hit ratio of the requests that arrived in each interval; empty intervals are left out."""
         first = min(at for at, _ in self.ttfts)
         width = max((max(at for at, _ in self.ttfts) - first) / intervals, 1e-9)
-        for i in range(intervals):
-            low, high = first + i * width, first + (i + 1) * width * (1 + 1e-9)
-            times = [seconds for at, seconds in self.ttfts if low <= at < high]
-            hits = [(hit, tokens) for at, hit, tokens in self.hits if low <= at < high]
-            tokens = sum(n for _, n in hits)
-            if times:
-                yield low, sum(times) / len(times), sum(hit for hit, _ in hits) / tokens if tokens else 0.0
+        sums = [[0.0, 0.0, 0.0, 0.0] for _ in range(intervals)]  # requests, seconds, hit tokens, tokens
+
+        def interval(at: float) -> list[float]:
+            return sums[min(intervals - 1, int((at - first) / width))]
+
+        for at, seconds in self.ttfts:
+            bin_ = interval(at)
+            bin_[0] += 1
+            bin_[1] += seconds
+        for at, hit, tokens in self.hits:
+            bin_ = interval(at)
+            bin_[2] += hit
+            bin_[3] += tokens
+        for i, (requests, ttft, hit, prompt) in enumerate(sums):
+            if requests:
+                yield first + i * width, ttft / requests, hit / prompt if prompt else 0.0

@@ -40,6 +40,8 @@ class Counters:
     waiting, open    charges without a first byte, and all, oldest first; `open` with the time they came
     busy_since       when the oldest waiting one became the oldest, None = nothing waits
     measured_since   when the queue began to be busy, or the last first byte came
+    head_tokens      uncached tokens of the oldest waiting request
+    rate             learnt prefill rate in tokens per second, None = nothing learnt; from the two sums behind it
     """
 
     instance: str
@@ -53,18 +55,10 @@ class Counters:
     open: dict[Charge, float] = field(default_factory=dict)
     busy_since: float | None = None
     measured_since: float = 0.0
+    head_tokens: float = 0.0
+    rate: float | None = None
     rate_tokens: float = 0.0
     rate_seconds: float = 0.0
-
-    @property
-    def rate(self) -> float | None:
-        """Learnt prefill rate in tokens per second, None = nothing learnt."""
-        return self.rate_tokens / self.rate_seconds if self.rate_seconds > 0 else None
-
-    @property
-    def head_tokens(self) -> float:
-        """Uncached tokens of the oldest waiting request."""
-        return next(iter(self.waiting)).uncached if self.waiting else 0.0
 
 
 class Charge:
@@ -140,6 +134,7 @@ class Charge:
             counters.uncached_tokens += self.uncached
             if not counters.waiting:
                 counters.busy_since = counters.measured_since = now
+                counters.head_tokens = self.uncached
             counters.waiting[self] = None
         counters.open[self] = now
         self._counters = counters
@@ -153,12 +148,15 @@ class Charge:
         self._counters = None
 
     def _release_prefill(self, counters: Counters, now: float | None) -> None:
-        head = next(iter(counters.waiting)) is self
-        del counters.waiting[self]
-        if not counters.waiting:
-            counters.busy_since = None
-        elif head and now is not None:
-            counters.busy_since = now
+        waiting = counters.waiting
+        head = next(iter(waiting)) is self
+        del waiting[self]
+        if not waiting:
+            counters.busy_since, counters.head_tokens = None, 0.0
+        elif head:
+            counters.head_tokens = next(iter(waiting)).uncached
+            if now is not None:
+                counters.busy_since = now
         counters.waiting_requests -= 1
         counters.waiting_prompt_tokens -= self.prompt
         counters.waiting_squares -= self.prompt * self.prompt
@@ -215,11 +213,11 @@ class InFlight:
         return Load(waiting, counters.requests - waiting)
 
     def sent_since(self, candidate: str, at: float) -> int:
-        """Unfinished requests that went to a candidate after `at`. O(answer)."""
+        """Unfinished requests that went to a candidate at or after `at`. O(answer)."""
         counters = self._counters.get(candidate)
         count = 0
         for entered in reversed(counters.open.values()) if counters else ():
-            if entered <= at:
+            if entered < at:
                 break
             count += 1
         return count
@@ -240,6 +238,8 @@ class InFlight:
         if uncached >= self._floor and seconds >= 0:
             counters.rate_tokens = counters.rate_tokens * self._keep + uncached
             counters.rate_seconds = counters.rate_seconds * self._keep + seconds
+            if counters.rate_seconds > 0:
+                counters.rate = counters.rate_tokens / counters.rate_seconds
 
     def total(self) -> int:
         """Requests in flight over all instances that are still known."""

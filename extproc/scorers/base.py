@@ -50,6 +50,7 @@ class Candidate:
     address    "ip:port" that Envoy knows
     rank       data-parallel rank to name in the rank header, None = none
     device, host, disk   tokens of the reusable prefix, each block counted once, 0 when unknown
+    speculative   tokens of `device` that no event has confirmed (routed there a moment ago)
     load       None = no valid, fresh report
     requests   our own requests in flight there; waiting_requests those without a first response byte;
                prompt_tokens of requests in flight; waiting_*: of requests without a first byte; `_squares` their
@@ -75,6 +76,7 @@ class Candidate:
     waiting_squares: int = 0
     head_tokens: float = 0
     busy_seconds: float = 0.0
+    speculative: int = 0
 
 
 @dataclass(slots=True, frozen=True)

@@ -99,9 +99,9 @@ def test_served_by_a_host_nobody_knows() -> None:
 def test_sent_since_a_report() -> None:
     inflight = InFlight()
     charges = [inflight.charge("a", 1, 1, now=float(t)) for t in range(5)]
-    assert [inflight.sent_since("a", at) for at in (-1.0, 0.0, 2.0, 4.0)] == [5, 4, 2, 0]
+    assert [inflight.sent_since("a", at) for at in (-1.0, 0.0, 2.0, 4.1)] == [5, 5, 3, 0]
     charges[4].close()
-    assert inflight.sent_since("a", 2.0) == 1
+    assert inflight.sent_since("a", 2.0) == 2
     assert inflight.sent_since("nobody", 0.0) == 0
 
 
@@ -368,11 +368,16 @@ BEATS: list[tuple[Any, int]] = [
     ({"name": ""}, 400),
     ({"name": 7}, 400),
     (BEAT | {"waiting_requests_num": -1}, 400),
-    (BEAT | {"waiting_requests_num": "3"}, 400),
+    (BEAT | {"waiting_requests_num": "3"}, 200),
+    (BEAT | {"waiting_requests_num": "many"}, 400),
+    (BEAT | {"waiting_requests_num": "NaN"}, 400),
+    (BEAT | {"gpu_cache_usage_perc": "-0.5"}, 400),
+    ({"name": "a", "incarnationId": "x1", "loadMetrics": {"waitingRequestsNum": "3", "gpuCacheUsagePerc": 0.4}}, 200),
+    ({"name": "a", "incarnation_id": "x1", "load_metrics": {}, "cache_event": [1], "new": None}, 200),
+    (BEAT | {"load_metrics": None}, 200),
     (BEAT | {"waiting_requests_num": True}, 400),
     (BEAT | {"waiting_requests_num": 10**400}, 400),
     (BEAT | {"load_metrics": 5}, 400),
-    ({"name": "a", "incarnation_id": "x1"}, 400),
     (b'{"name": "a", "incarnation_id": "x1", "waiting_requests_num": NaN}', 400),
     (BEAT | {"name": "nobody"}, 409),
     (BEAT | {"incarnation_id": "x0"}, 409),
@@ -384,8 +389,9 @@ BEATS: list[tuple[Any, int]] = [
 def test_heartbeats(beat: Any, status: int) -> None:
     beats = Heartbeats(stale_after=3.0)
     body = beat if isinstance(beat, bytes) else json.dumps(beat).encode()
-    answer, why = beats.receive(body, {"a": "x1", "b": ""}, 100.0)
-    assert answer == status, why
+    answer = beats.receive(body, {"a": "x1", "b": ""}, 100.0)
+    assert answer.status == status, answer
+    assert bool(answer.error) == bool(answer.status != 200)
     name = beat["name"] if status == 200 else "a"
     load = beats.get(name, 101.0)
     assert (load is not None) == (status == 200)
@@ -405,6 +411,26 @@ def test_an_invalid_heartbeat_takes_the_instance_out_until_the_next_valid_one() 
     assert beats.receive(json.dumps(BEAT).encode(), known, 1.5)[0] == 200
     assert beats.get("a", 1.6) == Load(3, None, 0.4, 1.5)
     assert beats.reports.status["a"].info["recent_max_ttft"] == "120.0"
+
+
+def test_heartbeats_are_answered_in_the_words_of_xllm() -> None:
+    beats = Heartbeats(max_bytes=100)
+    known = {"a": "x1"}
+    for body, status, words in [
+        (b"{", 400, "invalid heartbeat json"),
+        (b'{"name": "a", "incarnation_id": "x1", "waiting_requests_num": -1}', 400, "invalid heartbeat json"),
+        (b" " * 101, 400, "invalid heartbeat json"),
+        (b'{"incarnation_id": "x1"}', 400, "missing instance name"),
+        (b'{"name": "b"}', 409, "instance not registered or stale incarnation"),
+        (b'{"name": "a", "incarnation_id": "x0"}', 409, "instance not registered or stale incarnation"),
+        (b'{"name": "a", "incarnation_id": "x1"}', 200, ""),
+    ]:  # fmt: skip
+        assert beats.receive(body, known, 1.0)[:2] == (status, words)
+    assert beats.get("a", 1.0) is None, "a heartbeat without a load is no report"
+    beats = Heartbeats()
+    assert beats.receive(json.dumps(BEAT).encode(), known, 1.0).status == 200
+    assert beats.receive(b'{"name": "a", "incarnation_id": "x1"}', known, 2.0).status == 200
+    assert beats.get("a", 2.0) == Load(3, None, 0.4, 1.0), "and takes nothing away"
 
 
 # -- the poller, against real HTTP servers

@@ -89,6 +89,7 @@ def test_decision_says_everything() -> None:
         "device_tokens": 0,
         "host_tokens": 256,
         "disk_tokens": 64,
+        "speculative_tokens": 0,
         "waiting": 0,
         "running": None,
         "usage": 0.0,
