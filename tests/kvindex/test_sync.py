@@ -29,8 +29,9 @@ from kvindex.dialects import DIALECTS, DialectOptions
 from kvindex.events import AllBlocksCleared, BlockStored
 from kvindex.hashing import content_keys, pack_tokens
 from kvindex.index import Outcome, PrefixIndex
+from kvindex.machine import ACTIONS
 from kvindex.states import RULES, TABLE, Input, Recovery, State, markdown, parse
-from kvindex.sync import ACTIONS, Action, CancelReplay, StartReplay, StreamSync, SyncLimits
+from kvindex.sync import Action, CancelReplay, StartReplay, StreamSync, SyncLimits
 
 END = b"\xff" * 8
 LETTERS = "abcdefgh"
@@ -573,7 +574,7 @@ def test_unknown_parents_over_and_over_do_not_ask_over_and_over() -> None:
 
 
 def test_what_came_by_replay_is_known_again_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvindex.sync.REMEMBERED", 3)
+    monkeypatch.setattr("kvindex.machine.REMEMBERED", 3)
     trace = Trace("history").play("up go r0a r1b r2c r3d r4e end 2c")
     assert trace.outcome() == "live 4 abcde complete asked 0"
     assert len(trace.sync._replayed) == 3

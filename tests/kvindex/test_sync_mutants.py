@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvindex import states, sync
+from kvindex import machine, states
 from kvindex.states import Input, Recovery, State
 from kvindex.sync import StreamSync
 from tests.kvindex.engine_model import Faults, World
@@ -32,7 +32,7 @@ def attribute(name: str, value: Any) -> Callable[[Patch], None]:
 
 
 def action(word: str, wrong: Callable[[Any, float, Any], Any]) -> Callable[[Patch], None]:
-    return lambda patch: patch.setitem(sync.ACTIONS, word, wrong)
+    return lambda patch: patch.setitem(machine.ACTIONS, word, wrong)
 
 
 def apply_at_watermark(self: Any, now: float, frame: Any) -> Any:
