@@ -5,9 +5,11 @@ Needs KVCAR_VLLM_RIG, the home of a CPU vLLM: `venv/` with vllm, `models/qwen3` 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import signal
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +59,12 @@ class Vllm(Process):
             "--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events),
         ]  # fmt: skip
         super().__init__(name, command, folder, env=ENVIRONMENT)
+
+    def stop(self, *, timeout: float = 30.0) -> None:
+        """vLLM's workers are processes of their own and may outlive a start that failed."""
+        super().stop(timeout=timeout)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     @property
     def address(self) -> str:
