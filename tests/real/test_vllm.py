@@ -63,7 +63,7 @@ class Vllm(Process):
     def stop(self, *, timeout: float = 30.0) -> None:
         """vLLM's workers are processes of their own and may outlive a start that failed."""
         super().stop(timeout=timeout)
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, AssertionError):  # AssertionError: it was never started
             os.killpg(self.pid, signal.SIGKILL)
 
     @property
