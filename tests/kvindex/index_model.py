@@ -1,7 +1,7 @@
 """A stream as a plain dict knows it, and how blocks, keys and events are written down in the index's tests.
 
-The model holds no row, mask, key or hint: a block's content is the tuple of everything before it. It says the same about
-a stream as the rules in kv-events.md section 14 do, slowly.
+The model holds no row, mask, key or hint: a block's content is the tuple of everything before it. It follows the rules
+of decisions D1, D2, D3, D6, D9 and D12 word by word, slowly.
 """
 
 from __future__ import annotations
@@ -171,8 +171,10 @@ class StreamModel:
         return walk_blocks(self.walk, self.residency(chain))
 
     def blocks(self) -> TierBlocks:
-        held = [{self.content[hash_] for at, _, hash_ in self.copies if at is tier and hash_ in self.content}
-                for tier in Tier]
+        held = [
+            {self.content[hash_] for at, _, hash_ in self.copies if at is tier and hash_ in self.content}
+            for tier in Tier
+        ]
         return TierBlocks(*map(len, held))
 
 

@@ -110,7 +110,8 @@ def test_extras_tell_lists_apart(left: list, right: list) -> None:
 @pytest.mark.parametrize(
     ("left", "right"),
     [
-        (["a", "b"], ["ab"]), (["a", ""], ["a"]), ([["a"], "b"], ["a", ["b"]]), (["1"], [1]), ([1], [True]), ([b"a"], ["a"]),
+        (["a", "b"], ["ab"]), (["a", ""], ["a"]), ([["a"], "b"], ["a", ["b"]]), (["1"], [1]), ([1], [True]),
+        ([b"a"], ["a"]),
         ([["image", 0]], [["image", 1]]), (["s3:abc"], ["abc"]), ([0], [0.0]), ([None], []), ([{"a": 1}], [[["a", 1]]]),
     ],
 )  # fmt: skip

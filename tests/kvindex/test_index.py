@@ -1,4 +1,4 @@
-"""PrefixIndex: rules as tables, bounds, shadows, memory. Random traces: test_index_random, threads: test_index_threads."""
+"""PrefixIndex: rules as tables, bounds, shadows, memory. See also test_index_random and test_index_threads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_tier_walk(row: dict, walk: Walk) -> None:
     other = opened(index, walk=Walk.CASCADE, name="other")[1]
     blocks = range(len(row["residency"]))
     other.apply(stored(blocks, blocks))  # holds all: the walk may not stop for it, nor count it
-    for number, letters in enumerate(row["residency"]):
+    for number in blocks:
         view.apply(stored([number], [number], number - 1 if number else None, group=9))
     for number, letters in enumerate(row["residency"]):
         for letter in letters.replace("-", ""):
@@ -111,7 +111,8 @@ COPIES = [
     ("removed on the device, host stays", [stored([7], [1]), stored([7], [1], tier=H), BlockRemoved([7])], (0, 1, 0)),
     ("removed on the other tier only", [stored([7], [1]), BlockRemoved([7], H)], (1, 0, 0)),
     ("removed in the other group only", [stored([7], [1], group=1), BlockRemoved([7], D, 0)], (1, 0, 0)),
-    ("any group's copy will do", [stored([7], [1], group=1), stored([7], [1], group=2), BlockRemoved([7], D, 1)], (1, 0, 0)),
+    ("any group's copy will do", [stored([7], [1], group=1), stored([7], [1], group=2), BlockRemoved([7], D, 1)],
+     (1, 0, 0)),
     ("both groups gone", [stored([7], [1], group=1), stored([7], [1], group=2), BlockRemoved([7], D, 1),
                           BlockRemoved([7], D, 2)], (0, 0, 0)),
     ("twice in one event", [stored([7, 7], [1, 2]), BlockRemoved([7])], (1, 0, 0)),
@@ -124,11 +125,13 @@ COPIES = [
     ("two hashes on two tiers, first gone", [stored([7], [1]), stored([8], [1], tier=H), BlockRemoved([7])], (0, 1, 0)),
     ("cleared device", [stored([7], [1]), copied([7], H), AllBlocksCleared()], (0, 1, 0)),
     ("cleared everywhere", [stored([7], [1]), copied([7], H), AllBlocksCleared(tuple(Tier))], (0, 0, 0)),
-    ("cleared, counts too", [stored([7], [1]), stored([7], [1]), AllBlocksCleared(), stored([7], [1]), BlockRemoved([7])],
-     (0, 0, 0)),
+    ("cleared, counts too", [stored([7], [1]), stored([7], [1]), AllBlocksCleared(), stored([7], [1]),
+                             BlockRemoved([7])], (0, 0, 0)),
     ("cleared host", [stored([7], [1]), copied([7], H), AllBlocksCleared((H,)), BlockRemoved([7])], (0, 0, 0)),
     ("cleared with hashes of one content", [stored([7], [1]), stored([8], [1]), copied([8], H), AllBlocksCleared()],
      (0, 1, 0)),
+    ("cleared with hashes of one content, no more copies", [stored([7], [1]), stored([8], [1]), stored([5], [2]),
+                                                            copied([5], H), AllBlocksCleared()], (0, 0, 0)),
 ]  # fmt: skip
 
 
@@ -169,14 +172,15 @@ PARENTS = [
                                      (stored([1], [1]), "ok")], (1, 0, 0)),
     ("middle gone before its parent came", [(stored([2, 3], [2, 3], 1), "unknown_parent"), (BlockRemoved([2]), "ok"),
                                             (stored([1], [1]), "ok"), (stored([2], [2], 1), "ok")], (3, 0, 0)),
-    ("stored twice while un-anchored", [(stored([2], [2], 1), "unknown_parent"), (stored([2], [2], 1), "unknown_parent"),
-                                        (stored([1], [1]), "ok"), (BlockRemoved([2]), "ok")], (2, 0, 0)),
+    ("stored twice while un-anchored", [(stored([2], [2], 1), "unknown_parent"),
+                                        (stored([2], [2], 1), "unknown_parent"), (stored([1], [1]), "ok"),
+                                        (BlockRemoved([2]), "ok")], (2, 0, 0)),
     ("its own parent", [(stored([1], [1], 1), "unknown_parent")], (0, 0, 0)),
     ("its own parent, then rooted", [(stored([1], [1], 1), "unknown_parent"), (stored([1], [1]), "ok")], (1, 0, 0)),
     ("a circle", [(stored([1], [1], 2), "unknown_parent"), (stored([2], [2], 1), "unknown_parent")], (0, 0, 0)),
     ("a hole", [(stored([1, 2, 3, 4], [1, 2, 3, 4]), "ok"), (BlockRemoved([2]), "ok")], (1, 0, 0)),
-    ("a hole filled", [(stored([1, 2, 3, 4], [1, 2, 3, 4]), "ok"), (BlockRemoved([2]), "ok"), (stored([2], [2], 1), "ok")],
-     (4, 0, 0)),
+    ("a hole filled", [(stored([1, 2, 3, 4], [1, 2, 3, 4]), "ok"), (BlockRemoved([2]), "ok"),
+                       (stored([2], [2], 1), "ok")], (4, 0, 0)),
     ("child of a removed parent waits", [(stored([1, 2], [1, 2]), "ok"), (BlockRemoved([1]), "ok"),
                                          (stored([9], [3], 1), "unknown_parent"), (stored([3], [3], 2), "ok"),
                                          (stored([1], [1]), "ok")], (3, 0, 0)),
@@ -187,19 +191,21 @@ PARENTS = [
                                              (stored([3], [3], 2), "unknown_parent")], (0, 0, 0)),
     ("after a clear, host copies are parents", [(stored([1, 2], [1, 2]), "ok"), (copied([1, 2]), "ok"),
                                                 (AllBlocksCleared(), "ok"), (stored([3], [3], 2, H), "ok")], (0, 3, 0)),
-    ("token-less, known", [(stored([1, 2], [1, 2]), "ok"), (copied([1, 2]), "ok"), (BlockRemoved([1, 2]), "ok")], (0, 2, 0)),
+    ("token-less, known", [(stored([1, 2], [1, 2]), "ok"), (copied([1, 2]), "ok"), (BlockRemoved([1, 2]), "ok")],
+     (0, 2, 0)),
     ("token-less, unknown", [(copied([1]), "ok")], (0, 0, 0)),
     ("token-less, tokens later", [(copied([1, 2]), "ok"), (stored([1, 2], [1, 2]), "ok"), (BlockRemoved([1, 2]), "ok")],
      (0, 2, 0)),
-    ("token-less, tokens later, reused", [(copied([1, 2]), "ok"), (stored([1, 2], [1, 2], adds_copy=False), "ok")], (0, 2, 0)),
+    ("token-less, tokens later, reused", [(copied([1, 2]), "ok"), (stored([1, 2], [1, 2], adds_copy=False), "ok")],
+     (0, 2, 0)),
     ("token-less, removed, tokens later", [(copied([1]), "ok"), (BlockRemoved([1], H), "ok"), (stored([1], [1]), "ok"),
                                            (BlockRemoved([1]), "ok")], (0, 0, 0)),
-    ("token-less, then un-anchored", [(copied([2]), "ok"), (stored([2], [2], 1), "unknown_parent"), (stored([1], [1]), "ok"),
-                                      (BlockRemoved([2]), "ok")], (1, 1, 0)),
-    ("token-less parent is not known", [(copied([1]), "ok"), (stored([2], [2], 1), "unknown_parent"), (stored([1], [1]), "ok")],
-     (2, 0, 0)),
-    ("un-anchored, copied token-less", [(stored([2], [2], 1), "unknown_parent"), (copied([2]), "ok"), (stored([1], [1]), "ok"),
-                                        (BlockRemoved([2]), "ok")], (1, 1, 0)),
+    ("token-less, then un-anchored", [(copied([2]), "ok"), (stored([2], [2], 1), "unknown_parent"),
+                                      (stored([1], [1]), "ok"), (BlockRemoved([2]), "ok")], (1, 1, 0)),
+    ("token-less parent is not known", [(copied([1]), "ok"), (stored([2], [2], 1), "unknown_parent"),
+                                        (stored([1], [1]), "ok")], (2, 0, 0)),
+    ("un-anchored, copied token-less", [(stored([2], [2], 1), "unknown_parent"), (copied([2]), "ok"),
+                                        (stored([1], [1]), "ok"), (BlockRemoved([2]), "ok")], (1, 1, 0)),
     ("another parent later is not believed", [(stored([1, 2], [1, 2]), "ok"), (stored([2], [2], None), "ok"),
                                               (BlockRemoved([2]), "ok")], (2, 0, 0)),
     ("no hashes", [(stored([], []), "ok"), (BlockRemoved([]), "ok"), (AllBlocksCleared(()), "ok")], (0, 0, 0)),
@@ -266,8 +272,10 @@ def test_adapters_and_plain_text_do_not_meet() -> None:
     assert index.find(content_keys(plain(1, 2, 3), 4, root=b"Ls3:ada")) == {view: (3, 0, 0)}
 
 
-@pytest.mark.parametrize("hashes", [[0, 1, 2], [-9, 2**64 - 9, -(2**63)], [2**200, 2**200 + 256, 5], [b"", b"\x01", b"x" * 32],
-                                    [5, b"\x05", 261]], ids=repr)  # fmt: skip
+HASHES = [[0, 1, 2], [-9, 2**64 - 9, -(2**63)], [2**200, 2**200 + 256, 5], [b"", b"\x01", b"x" * 32], [5, b"\x05", 261]]
+
+
+@pytest.mark.parametrize("hashes", HASHES, ids=repr)
 def test_hash_forms(hashes: list) -> None:
     """Opaque, never shortened: hashes that agree in their low bits are different blocks."""
     index, view = opened()
@@ -350,7 +358,7 @@ def test_block_size_is_adopted_once() -> None:
      (-4, 4, "block_size")],
 )  # fmt: skip
 def test_events_that_do_not_fit(size: int, count: int, outcome: str) -> None:
-    index, view = opened()
+    _, view = opened()
     assert view.apply(BlockStored([1], None, pack_tokens([1] * count), size)) == outcome
     assert view.known == (outcome == "ok")
     with pytest.raises(ValueError, match="block_size"):
@@ -385,9 +393,10 @@ def test_max_streams() -> None:
 )
 def test_bounds(events: list, message: str) -> None:
     index, view = opened(max_blocks=4, max_unanchored=2, max_places=2)
+    for event in events[:-1]:
+        view.apply(event)
     with pytest.raises(CapacityExceeded) as caught:
-        for event in events:
-            view.apply(event)
+        view.apply(events[-1])
     assert message in str(caught.value)
     assert "engine/0" in str(caught.value)
     index.check()
@@ -556,7 +565,7 @@ def test_close_gives_memory_back() -> None:
 
 def test_no_garbage_collected_object_a_block() -> None:
     """Not even for copies, shared contents, un-anchored and remembered blocks, once the collector has run."""
-    index, view = opened()
+    _index, view = opened()
     gc.collect()
     before = len(gc.get_objects())
     hashes = range(3_000)
