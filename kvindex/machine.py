@@ -68,6 +68,7 @@ class Machine:
         self.complete = False
         self._mode = self.recovery  # whose rules hold: NONE while history recovery has given up
         self._settling = False  # in `_settle`, which keeps that mode to its end
+        self._filled = False  # the view was written to since it was empty
         self._feed = Feed(dialect, dp_rank)
         self._timeout = self.limits.replay_timeout or (2.0 if self.recovery is Recovery.SNAPSHOT else 5.0)
         self._digest = 0
@@ -377,6 +378,7 @@ class Machine:
     def _consume(self, now: float, frame: Frame) -> Input | None:
         """Apply a frame to the view and move on to it. Returns what went wrong, for the table: `last` is the last
         undamaged frame then, None when the view holds a part of the damaged one."""
+        self._filled = True
         try:
             unknown = self._feed.apply(self.view, frame)
         except Lost as error:
@@ -404,7 +406,8 @@ class Machine:
     def _void(self) -> None:
         """Drop all content; readers see none of it from the first moment."""
         self.view.visible = False
-        if self.last is not None or getattr(self.view, "known", True):
+        if self._filled:
+            self._filled = False
             self._counts["rebuilds"] += 1
             self.view.clear()
         self.last = None
@@ -430,6 +433,7 @@ class Machine:
     def _swap(self, now: float, shadow: Any, newest: Frame) -> list[Action]:
         actions = self._cancel()
         self._counts["rebuilds"] += 1
+        self._filled = True
         self.view.swap(shadow)
         self._forget_buffer()
         self._arrived(now, newest)
