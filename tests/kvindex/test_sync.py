@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -684,3 +685,11 @@ def test_a_client_may_pass_a_view_of_its_own() -> None:
     assert kinds == [BlockStored, AllBlocksCleared, BlockStored, "clear", BlockStored]
     assert sync.status.synchronized
     assert sync.status.blocks == (0, 0, 0)
+
+
+# -- documentation
+
+
+def test_readme_shows_the_table_that_runs() -> None:
+    text = (Path(__file__).parent.parent.parent / "kvindex" / "README.md").read_text(encoding="utf-8")
+    assert markdown() in text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,3 +197,9 @@ def test_somebody_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nobody_complains_without_a_mutant() -> None:
     assert not any(rows_notice(recovery) for recovery in Recovery)
+
+
+def test_readme_lists_them() -> None:
+    text = (Path(__file__).parent.parent.parent / "kvindex" / "README.md").read_text(encoding="utf-8")
+    for name in MUTANTS:
+        assert name.partition(": ")[2] in text, f"kvindex/README.md does not list: {name}"
