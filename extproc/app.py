@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from extproc import __version__
+from extproc.admin.query import Queries
 from extproc.admin.server import AdminServer, make_app
 from extproc.config import Config, ConfigError, InstanceConfig
 from extproc.config import Pool as PoolConfig
@@ -244,7 +245,14 @@ class App:
             observer=_Watch(self.decider, self.metrics_registry),
         )
         host, _, port = config.admin.address.rpartition(":")
-        self._admin = AdminServer(make_app(self, token=config.admin.token), host.strip("[]"), int(port))
+        queries = Queries(
+            self.pools,
+            ready=lambda: self.readiness()[0],
+            form=config.admin.conductor_form,
+            max_body_bytes=limits.max_body_bytes,
+        )
+        admin = make_app(self, token=config.admin.token, more=queries.routes())
+        self._admin = AdminServer(admin, host.strip("[]"), int(port))
         admin_port = await self._admin.start()
         ext_proc_port = await self._server.start()
         self._serving = True

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import click
 
 from extproc import __version__
+from extproc.commands.query import query
 from extproc.commands.record import record
 from extproc.commands.simulate import simulate
 from extproc.commands.tokens import tokens
@@ -216,7 +217,7 @@ def example_config() -> None:
     click.echo(files("extproc").joinpath("example.yaml").read_text("utf-8"), nl=False)
 
 
-for command in (verify, tokens, simulate, record):
+for command in (verify, tokens, simulate, record, query):
     main.add_command(command)
 
 if __name__ == "__main__":

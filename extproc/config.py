@@ -100,6 +100,7 @@ class Admin(_Node):
     address: Address = "127.0.0.1:9003"
     token: str | None = Field(None, min_length=8)
     allow_unauthenticated: bool = False
+    conductor_form: Literal["motor", "mooncake"] = "motor"
 
 
 class Log(_Node):

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-import orjson
 from aiohttp import web
+
+from extproc.admin.reply import reply
 
 log = logging.getLogger(__name__)
 
@@ -33,17 +34,8 @@ class Source(Protocol):
     def metrics(self, accept: str) -> tuple[bytes, str]: ...
 
 
-def reply(value: object, status: int = 200) -> web.Response:
-    """JSON; NaN and infinities become null, as JSON wants."""
-    return web.Response(
-        body=orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE, default=str),
-        status=status,
-        content_type="application/json",
-    )
-
-
-def make_app(source: Source, *, token: str | None = None) -> web.Application:
-    """The routes over one source. `token` None = nobody is asked for one."""
+def make_app(source: Source, *, token: str | None = None, more: Iterable[web.AbstractRouteDef] = ()) -> web.Application:
+    """The routes over one source, and `more` behind the same guard. `token` None = nobody is asked for one."""
     expected = token.encode() if token else None
 
     @web.middleware
@@ -96,7 +88,7 @@ def make_app(source: Source, *, token: str | None = None) -> web.Application:
         return reply({"decisions": found})
 
     app = web.Application(middlewares=[guard], client_max_size=MAX_BODY)
-    app.add_routes(routes)
+    app.add_routes([*routes, *more])
     return app
 
 
@@ -104,7 +96,8 @@ class AdminServer:
     """Serves an application on one address until `stop`."""
 
     def __init__(self, app: web.Application, host: str, port: int) -> None:
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
+        # compressed bodies stay so: nobody sends them here, and a small one could unpack to a very large one
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, auto_decompress=False)
         self._host, self._port = host, port
 
     async def start(self) -> int:

@@ -1,0 +1,138 @@
+"""`kvcar query`: ask a running kvcar who holds a prompt."""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+
+@click.command()
+@click.option(
+    "-c", "--config", "config_path", required=True, type=click.Path(path_type=Path), help="Configuration file (YAML)."
+)
+@click.option("--request", "request_file", type=click.File("rb"), help="A request body (JSON); - = standard input.")
+@click.option("--tokens", default=None, help="Token ids instead, separated by commas or spaces.")
+@click.option("--model", default=None, help="Only the pool of this model; with --request it replaces the body's.")
+@click.option("--admin", default=None, help="Admin address ip:port; default: admin.address of the configuration.")
+@click.option("--json", "as_json", is_flag=True, help="Print the answer as it came.")
+def query(
+    config_path: Path, request_file: Any, tokens: str | None, model: str | None, admin: str | None, as_json: bool
+) -> None:
+    """Show which instances hold how much of a prompt, on which tier; without a prompt: what they hold at all.
+
+    Asks the admin port of a running `kvcar serve` (docs/admin-api.md). Exit status 1 when it does not answer or
+    refuses, 2 when the question is wrong.
+    """
+    from extproc.config import ConfigError, load
+
+    try:
+        config = load(config_path)
+    except ConfigError as error:
+        _fail(str(error), 2)
+    if request_file is not None and tokens is not None:
+        _fail("--request and --tokens are two questions: give one", 2)
+    body: dict[str, Any] = {"token_ids": _ids(tokens or "")}
+    if request_file is not None:
+        try:
+            body = json.loads(request_file.read())
+        except ValueError as error:
+            _fail(f"--request: no JSON ({error})", 2)
+        if not isinstance(body, dict):
+            _fail("--request: the body is no object", 2)
+    if model is not None:
+        body["model"] = model
+    answer = _ask(_url(admin or config.admin.address), config.admin.token, body)
+    if as_json:
+        click.echo(json.dumps(answer))
+    else:
+        _print(answer)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    click.echo(f"kvcar: {message}", err=True)
+    raise SystemExit(code)
+
+
+def _ids(text: str) -> list[int]:
+    words = text.replace(",", " ").split()
+    wrong = next((word for word in words if not (word.isascii() and word.isdigit())), None)
+    if wrong is not None:
+        _fail(f"--tokens: {wrong!r} is no token id", 2)
+    return [int(word) for word in words]
+
+
+def _url(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or int(port) == 0:
+        _fail(f"the admin address {address!r} has no fixed port: give --admin ip:port", 2)
+    # a wildcard is where a server listens, not where it is
+    host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
+    return f"http://{host}:{port}/v1/internal/kv-cache/query"
+
+
+def _ask(url: str, token: str | None, body: dict[str, Any]) -> dict[str, Any]:
+    headers = {"Content-Type": "application/json", **({"X-Internal-Token": token} if token else {})}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=30) as answer:
+            found = json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        _fail(f"{url}: {error.code} {_reason(error.read())}", 1)
+    except OSError as error:
+        _fail(f"{url}: {getattr(error, 'reason', error)}: does kvcar run?", 1)
+    except ValueError:
+        _fail(f"{url}: the answer is no JSON: is it kvcar's admin port?", 1)
+    if not isinstance(found, dict) or not isinstance(found.get("matches"), list):
+        _fail(f"{url}: the answer has no matches: is it kvcar's admin port?", 1)
+    return found
+
+
+def _reason(data: bytes) -> str:
+    try:
+        return str(json.loads(data)["error"])
+    except (ValueError, TypeError, KeyError):
+        return ""
+
+
+def _print(answer: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    if "pool" in answer:
+        size = answer["block_size"] or "unknown: no event yet"
+        tokens = "" if answer["tokens"] is None else f"  tokens: {answer['tokens']}"
+        adapter = f"  adapter: {answer['adapter']}" if answer["adapter"] else ""
+        click.echo(f"pool: {answer['pool']}  model: {answer['model']}{adapter}{tokens}  block size: {size}")
+        if answer["reason"]:
+            click.echo(f"such a request passes unscored: {answer['reason']} {answer['detail']} (docs/unscored.md)")
+        if answer["reads_cache"] is False:
+            click.echo("the engine does not read its prefix cache for this request: no hit counts")
+    table = Table(box=None, pad_edge=False)
+    more = any("disk_blocks" in row for row in answer["matches"])
+    table.add_column("instance")
+    for name in ("rank", "hit tokens", "device", "host", *(["disk"] if more else []), "holds blocks", "sequence"):
+        table.add_column(name, justify="right")
+    table.add_column("state")
+    for row in sorted(answer["matches"], key=lambda row: -row["reusable_prefix_tokens"]):
+        hits = [row["device_hit_tokens"], row["host_only_hit_tokens"]]
+        held = [row["device_blocks"], row["host_blocks"]]
+        if more:
+            hits.append(row["disk_only_hit_tokens"])
+            held.append(row["disk_blocks"])
+        state = "synchronized" if row["synchronized"] else "not synchronized"
+        cells = [
+            row["instance_name"], row["dp_rank"], sum(hits), *hits, "+".join(map(str, held)),
+            "-" if row["sequence"] is None else row["sequence"], f"{state}: {row['error']}" if row["error"] else state,
+        ]  # fmt: skip
+        table.add_row(*(Text(str(cell)) for cell in cells))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    if not answer["matches"]:
+        click.echo("no instance with an events endpoint")
