@@ -23,11 +23,13 @@ KNOWN: dict[str, tuple[int, list[str]]] = {
     "v0.32_bytes_bs128_sha256cbor_emptytopic": (11, []),
     "v0.32_dp2": (10, []),
     "v0.32_dup_copies": (39, []),
+    "v0.32_gemma3_hybrid_swa": (12, []),
     "v0.32_llama_bs64_xxhashcbor_seed0": (4, []),
     "v0.32_load_bufsteps8": (6, []),
     "v0.32_lora": (5, []),
     "v0.32_offload_cpu_placeholder": (22, []),
     "v0.32_offload_cpu_selfdescribing": (23, ["reset_external"]),
+    "v0.32_offload_tiering_fs": (12, []),
 }
 
 
@@ -51,6 +53,7 @@ def test_hits_of_every_kind_are_among_them() -> None:
     rows = [row for path in FILES for row in verify(path).rows]
     assert sum(row.engine > 0 for row in rows) >= 25
     assert any(row.host for row in rows)
+    assert any(row.disk for row in rows)
     assert any(row.engine and "salted" in row.note for row in rows)
     assert any(row.engine and "adapter" in row.note for row in rows)
     assert any("concurrent" in row.note for row in rows)
