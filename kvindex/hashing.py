@@ -71,9 +71,7 @@ def content_keys(
         blocks = _cutter(step, min(_CUT, count - first))(tokens, first * step)
         if first < given:
             assert extras is not None
-            blocks = [
-                extras[index] + block if index < given else block for index, block in enumerate(blocks, first)
-            ]
+            blocks = [extras[index] + block if index < given else block for index, block in enumerate(blocks, first)]
         for block in blocks:
             previous = digest(previous + block, seed)[::-1]
             append(previous)

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvindex import hashing
 from kvindex.hashing import canonical, content_key, content_keys, extras_bytes, pack_tokens, root_bytes
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "vectors.json").read_text())["hash"]
+
+QUICK = settings(max_examples=60, deadline=None)
 
 
 @pytest.mark.parametrize("row", VECTORS["content_key_xxh3_128"])
@@ -49,6 +51,7 @@ def test_definition(count: int, given_extras: int, root: bytes) -> None:
         assert content_keys(tokens, size, root=root, seed=7) == expected
 
 
+@QUICK
 @given(st.integers(0, 12), st.integers(0, 12))
 def test_a_chain_may_be_cut_anywhere(first: int, second: int) -> None:
     size, tokens = 2, pack_tokens(range(100, 124))
@@ -97,11 +100,13 @@ def same(left: object, right: object) -> bool:
     return type(left) is type(right) and repr(left) == repr(right)
 
 
+@QUICK
 @given(values, values)
 def test_canonical_bytes_tell_values_apart(left: object, right: object) -> None:
     assert (canonical(left) == canonical(right)) == same(left, right)
 
 
+@QUICK
 @given(st.lists(values, max_size=3), st.lists(values, max_size=3))
 def test_extras_tell_lists_apart(left: list, right: list) -> None:
     assert (extras_bytes(left) == extras_bytes(right)) == same(left, right)
@@ -140,6 +145,7 @@ def test_root() -> None:
     assert root_bytes("", None) == b""
 
 
+@QUICK
 @given(st.sampled_from([b"", root_bytes("ada"), root_bytes(None, 3)]), st.lists(st.text(max_size=3), max_size=2),
        st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=4))  # fmt: skip
 def test_plain_text_never_matches_other_text(root: bytes, salts: list[str], ids: list[int]) -> None:

@@ -193,7 +193,7 @@ def test_a_writer_at_every_look(scattered: bool) -> None:
     chain's mask), and c, which has a's slot in turn with nobody, more than block 1.
     """
     keys = plain_keys(*BLOCKS, 99)
-    for at in range(1, 40):
+    for at in (*range(1, 12), 15, 20, 27, 35):
         index, a, b = built(scattered=scattered)
         turn = 0
 
@@ -286,7 +286,7 @@ def test_threads_churn(attempts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(5)
 
     def write() -> None:
-        for turn in range(400):
+        for turn in range(300):
             hashes = [1000 + turn * 50 + n for n in range(rng.randrange(1, 40))]
             blocks = [n if n < 3 else 1000 + n for n in range(1, len(hashes) + 1)]
             churn.apply(stored(hashes, blocks))
@@ -324,7 +324,7 @@ def test_threads_swap_clear_close(attempts: int, monkeypatch: pytest.MonkeyPatch
     cleared.visible = True
 
     def write() -> None:
-        for turn in range(40):
+        for turn in range(25):
             shadow = swapped.shadow()
             names = [turn * 1000 + n for n in blocks]
             shadow.apply(stored(names, blocks, tier=Tier.HOST if turn % 2 == 0 else Tier.DEVICE))
