@@ -11,6 +11,7 @@ import pytest
 
 from kvindex.dialects import DIALECTS, DialectOptions, wire
 from kvindex.dialects.fields import MEDIA, counted_kind, tier_of
+from kvindex.dialects.pushed import Push, PushDecoder, PushedEvent
 from kvindex.errors import DecodeError
 from kvindex.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event, Skipped, Tier
 from kvindex.hashing import extras_bytes, pack_tokens, root_bytes
@@ -757,3 +758,72 @@ def test_a_batch_is_the_same_batch() -> None:
     """`Batch` of a small message is whole: nothing is decoded later."""
     batch = DIALECTS["vllm"](DialectOptions()).decode(GOOD)
     assert batch == Batch([PLAIN], 0, 1.5)
+
+
+# -- pushed over HTTP (9)
+
+
+def push(*events: Any, **more: Any) -> Push:
+    return PushDecoder().decode({"instance_id": "i", "events": list(events), **more})
+
+
+PUSHED = [
+    (
+        {"event_id": 1, "dp_rank": 0, "data": {"type": "stored", "parent_hash": None, "blocks": [
+            {"block_hash": 100, "tokens_hash": 123}]}},
+        PushedEvent(0, 1, copied(100, tier=D), (123,)),
+    ),
+    (
+        {"event_id": 2, "dp_rank": 3, "data": {"type": "stored", "parent_hash": 100, "blocks": [
+            {"block_hash": 101, "tokens_hash": 5}, {"block_hash": 102, "tokens_hash": 6}]}},
+        PushedEvent(3, 2, copied(101, 102, tier=D), (5, 6), 100),
+    ),
+    ({"event_id": 2, "type": "removed", "block_hashes": [100]}, PushedEvent(0, 2, BlockRemoved([100]))),
+    ({"data": {"type": "cleared"}}, PushedEvent(0, None, AllBlocksCleared(ALL))),
+    (
+        {"event_id": 3, "event_type": "stored", "seq_hashes": [7], "medium": "cpu", "backend_id": "10.0.0.1"},
+        PushedEvent(0, 3, copied(7)),
+    ),
+    (
+        {"event_id": 3, "event_type": "stored", "seq_hashes": [7, 8], "parent_hash": 6, "token_ids": T8},
+        PushedEvent(0, 3, BlockStored([7, 8], 6, P8, 4)),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("raw", "expected"), PUSHED, ids=repr)
+def test_pushed(raw: dict[str, Any], expected: PushedEvent) -> None:
+    assert push(raw, block_size=4).events == [expected]
+
+
+def test_pushed_envelope() -> None:
+    found = push(shutdown=True, model_name="m", tenant_id="t")
+    assert found == Push("i", "m", "t", 128, [], True)
+
+
+NOT_PUSHED = [5, None, "x", [], {}, {"event_id": 1}, {"event_id": 1, "block_hashes": [1]}, {"data": 5}, {"data": {}},
+              {"type": 5, "block_hashes": [1]}, {"event_id": "x", "type": "removed", "block_hashes": [1]},
+              {"dp_rank": -1, "type": "removed", "block_hashes": [1]}, {"type": "stored"}, {"type": "removed"},
+              {"data": {"type": "stored", "blocks": 5}}, {"data": {"type": "stored", "blocks": [5]}},
+              {"data": {"type": "stored", "blocks": [{}]}}, {"type": "removed", "block_hashes": [1.5]},
+              {"data": {"type": "stored", "blocks": [{"block_hash": 1, "tokens_hash": -1}]}}]  # fmt: skip
+
+
+@pytest.mark.parametrize("raw", NOT_PUSHED, ids=repr)
+def test_not_pushed(raw: Any) -> None:
+    """Its own error; what is beside it counts. No type is guessed."""
+    found = push({"type": "removed", "block_hashes": [9]}, raw, {"type": "removed", "block_hashes": [9]}).events
+    assert [one.event for one in (found[0], found[2])] == [BlockRemoved([9])] * 2
+    assert lost(found[1].event)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [None, 5, [], {}, {"instance_id": ""}, {"instance_id": 5}, {"instance_id": "i", "events": {}},
+     {"instance_id": "i", "block_size": 0}, {"instance_id": "i", "block_size": True},
+     {"instance_id": "i", "shutdown": 1}, {"instance_id": "i", "tenant_id": 5}],
+    ids=repr,
+)  # fmt: skip
+def test_no_push(body: Any) -> None:
+    with pytest.raises(DecodeError):
+        PushDecoder().decode(body)

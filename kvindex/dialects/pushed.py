@@ -1,0 +1,130 @@
+"""Events that are pushed over HTTP (`POST /events`, kv-events 9): a JSON body -> events, in order.
+
+    nested    {"event_id": 1, "dp_rank": 0, "data": {"type": "stored", "parent_hash": null, "blocks": [
+                  {"block_hash": 100, "tokens_hash": 123}]}}
+    flat      {"event_id": 2, "dp_rank": 0, "type": "removed", "block_hashes": [100]}
+    RFC 1527  {"event_id": 3, "event_type": "stored", "seq_hashes": [...], "medium": "cpu", "token_ids": [...]}
+
+A type that is missing is an error of that event: "cleared" is never guessed from what else is missing (D11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from kvindex.dialects.base import DialectOptions
+from kvindex.dialects.fields import Malformed, hash_from_text, parent_of, typename
+from kvindex.dialects.mooncake import Mooncake
+from kvindex.errors import DecodeError
+from kvindex.events import EngineHash, Event, Skipped
+
+
+class PushedEvent(NamedTuple):
+    """One index event of a pushed one.
+
+    event_id       the sender's number, None when it has none
+    tokens_hashes  unchained 64-bit hash of each block's tokens (18.3), () when not given
+    parent         block before the first one, where tokens_hashes are given; an event with token ids has its own
+    """
+
+    dp_rank: int
+    event_id: int | None
+    event: Event
+    tokens_hashes: tuple[int, ...] = ()
+    parent: EngineHash | None = None
+
+
+class Push(NamedTuple):
+    """One body. shutdown: the sender goes away, everything of it is void."""
+
+    instance_id: str
+    model_name: str | None
+    tenant_id: str
+    block_size: int
+    events: list[PushedEvent]
+    shutdown: bool
+
+
+class PushDecoder:
+    """One a sender: remembers the objects of a pool as the Mooncake dialect does."""
+
+    def __init__(self, options: DialectOptions | None = None) -> None:
+        self._dialect = Mooncake(options)
+
+    def decode(self, body: Any) -> Push:
+        """Raises DecodeError for a body of the wrong shape; what is wrong with one event is `Skipped` in its place."""
+        if not isinstance(body, Mapping):
+            raise DecodeError(f"body is {typename(body)}, not an object")
+        events = body.get("events", [])
+        if not isinstance(events, list):
+            raise DecodeError(f"events is {typename(events)}, not a list")
+        size = body.get("block_size", 128)
+        if size.__class__ is not int or size < 1:
+            raise DecodeError("block_size is not a positive number")
+        shutdown = body.get("shutdown", False)
+        if not isinstance(shutdown, bool):
+            raise DecodeError(f"shutdown is {typename(shutdown)}, not true or false")
+        return Push(
+            _text(body, "instance_id", None) or _missing("instance_id"),
+            _text(body, "model_name", None),
+            _text(body, "tenant_id", None) or "default",
+            size,
+            [found for event in events for found in self._events(event, size)],
+            shutdown,
+        )
+
+    def _events(self, raw: Any, size: int) -> list[PushedEvent]:
+        dp_rank, event_id = 0, None
+        try:
+            if not isinstance(raw, Mapping):
+                raise Malformed(f"an event is {typename(raw)}")
+            event_id = _number(raw.get("event_id"), "event_id")
+            dp_rank = _number(raw.get("dp_rank"), "dp_rank") or 0
+            flat = dict(raw)
+            if "data" in raw:
+                if not isinstance(raw["data"], Mapping):
+                    raise Malformed(f"data is {typename(raw['data'])}")
+                flat = dict(raw["data"])
+            flat.setdefault("event_type", flat.pop("type", None))
+            tokens_hashes = _blocks(flat)
+            if flat.get("token_ids") and flat.get("block_size") is None:
+                flat["block_size"] = size
+            parent = flat.get("parent_hash") if tokens_hashes else None
+            parent = parent_of(hash_from_text(parent) if isinstance(parent, str) else parent)
+        except Malformed as error:
+            return [PushedEvent(dp_rank, event_id, Skipped("malformed", str(error), True))]
+        return [PushedEvent(dp_rank, event_id, one, tokens_hashes, parent) for one in self._dialect.events([flat])]
+
+
+def _blocks(flat: dict[str, Any]) -> tuple[int, ...]:
+    """Turns `blocks` into hashes; returns their token hashes."""
+    blocks = flat.pop("blocks", None)
+    if blocks is None:
+        return ()
+    if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
+        raise Malformed("blocks is not a list of objects")
+    flat["seq_hashes"] = [block.get("block_hash") for block in blocks]
+    tokens = [block.get("tokens_hash") for block in blocks]
+    if all(one is None for one in tokens):
+        return ()
+    if not all(one.__class__ is int and 0 <= one < 2**64 for one in tokens):
+        raise Malformed("a tokens_hash is no 64-bit number")
+    return tuple(tokens)
+
+
+def _number(value: Any, name: str) -> int | None:
+    if value is None or (value.__class__ is int and value >= 0):
+        return value
+    raise Malformed(f"{name} is {typename(value)}, not a number")
+
+
+def _text(body: Mapping[str, Any], name: str, default: str | None) -> str | None:
+    value = body.get(name, default)
+    if value is None or isinstance(value, str):
+        return value
+    raise DecodeError(f"{name} is {typename(value)}, not text")
+
+
+def _missing(name: str) -> str:
+    raise DecodeError(f"{name} is missing")
