@@ -23,6 +23,7 @@ KNOWN: dict[str, tuple[int, list[str]]] = {
     "v0.32_bytes_bs128_sha256cbor_emptytopic": (11, []),
     "v0.32_dp2": (10, []),
     "v0.32_dup_copies": (39, []),
+    "v0.32_gemma3_hybrid_prefix": (10, ["sliding_window", "sliding_window"]),
     "v0.32_gemma3_hybrid_swa": (12, []),
     "v0.32_llama_bs64_xxhashcbor_seed0": (4, []),
     "v0.32_load_bufsteps8": (6, []),
