@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from extproc.admin.server import AdminServer, make_app
 from extproc.config import Config, ConfigError, InstanceConfig
 from extproc.config import Pool as PoolConfig
 from extproc.decider import PoolDecider
+from extproc.decision import PROFILES
 from extproc.decisions import DecisionLog
 from extproc.loads.base import LoadSource
 from extproc.loads.heartbeat import Heartbeats
@@ -29,8 +31,11 @@ from extproc.prompt.prompter import Prompter
 from extproc.reasons import Reason
 from extproc.router import Router
 from extproc.scorers import build as build_scorer
+from extproc.scorers import with_sessions
 from extproc.server import ExtProcServer, LoggingObserver, ServerOptions, TlsOptions
 from extproc.session_rules import SessionOptions
+from extproc.shedding import Shedding
+from extproc.speculative import Approximate, Speculation
 from kvindex.directory import Directory
 from kvindex.discovery.static import rank_endpoint
 from kvindex.errors import ConfigurationError
@@ -170,6 +175,8 @@ class App:
             self.pools,
             self.metrics_registry,
             self.decision_log,
+            names=config.headers,
+            session_headers={pool.name: pool.sessions.header for pool in config.pools if pool.sessions},
             max_body_bytes=config.limits.max_body_bytes,
         )
         self._server: ExtProcServer | None = None
@@ -191,8 +198,13 @@ class App:
             limits=limits,
         )
         directory.attach(self.fleet)
-        scorer = build_scorer(pool.scorer.name, **pool.scorer.parameters)
-        router = Router(scorer, max_endpoints=pool.max_endpoints, dp=pool.dp, rank_header=self.config.headers.rank)
+        router = self._router(pool, pool.scorer.name, pool.scorer.parameters)
+        beside: Speculation | Approximate | None = None
+        if pool.speculation:
+            beside = Speculation(ttl=pool.speculation.ttl_ms / 1000, max_blocks=pool.speculation.max_blocks)
+        elif pool.approximate:
+            beside = Approximate(ttl=pool.approximate.ttl_ms / 1000, capacity=pool.approximate.capacity_blocks)
+        shed = pool.shedding
         # A tokenizer that does not load is logged with what it costs; the pool's requests then pass unscored.
         prompter = Prompter.load(prompter_options(pool, self.config), strict=False)
         source: LoadSource | None = None
@@ -211,7 +223,40 @@ class App:
             fleet=self.fleet,
             router=router,
             scorer_name=pool.scorer.name,
+            routers={name: self._router(pool, name, {}) for name in pool.allowed_scorers if name != pool.scorer.name},
             loads=source,
+            beside=beside,
+            shedding=Shedding(shed.queue_threshold, shed.usage_threshold, shed.spare_priority, shed.retry_after_s)
+            if shed
+            else None,
+        )
+
+    def _router(self, pool: PoolConfig, scorer_name: str, parameters: Mapping[str, Any]) -> Router:
+        """One scorer's router; sessions go around the scorer where they are on."""
+        scorer = build_scorer(scorer_name, **parameters)
+        if pool.sessions:
+            sessions = pool.sessions
+            scorer = with_sessions(
+                scorer,
+                mode=sessions.mode,
+                session_slack=sessions.slack,
+                session_ttl=sessions.ttl_ms / 1000,
+                max_sessions=sessions.max_sessions,
+            )
+        decode = pool.decode_scorer
+        profile = PROFILES[pool.pairs.profile]
+        if profile.prefill_header == "x-prefiller-host-port":
+            profile = replace(profile, prefill_header=self.config.headers.prefill)
+        return Router(
+            scorer,
+            max_endpoints=pool.max_endpoints,
+            dp=pool.dp,
+            rank_header=self.config.headers.rank,
+            profile=profile,
+            decode_scorer=build_scorer(decode.name, **decode.parameters) if decode else None,
+            split_threshold=pool.pairs.split_threshold,
+            split_min_tokens=pool.pairs.split_min_tokens,
+            own_delta=pool.load.own_delta,
         )
 
     # -- life
@@ -239,7 +284,7 @@ class App:
             ),
             SessionOptions(
                 destination_header=headers.destination,
-                strip_headers=(headers.rank, headers.prefill),
+                strip_headers=tuple(dict.fromkeys((headers.rank, headers.prefill, *self._pair_headers()))),
                 max_body_bytes=limits.max_body_bytes,
             ),
             observer=_Watch(self.decider, self.metrics_registry),
@@ -260,6 +305,15 @@ class App:
             "ext_proc": f"{config.listen.address.rpartition(':')[0]}:{ext_proc_port}",
             "admin": f"{host}:{admin_port}",
         }
+
+    def _pair_headers(self) -> list[str]:
+        """Headers that tell a pair to the engines: a client's own must not survive."""
+        profiles = [
+            PROFILES[pool.pairs.profile]
+            for pool in self.config.pools
+            if any(one.role in ("prefill", "decode", "mix") for one in pool.instances)
+        ]
+        return [name for one in profiles for name in (one.prefill_header, one.decode_header) if name]
 
     def _poll_loads(self, _change: FleetChange) -> None:
         """Each pool that scrapes polls the instances that the fleet has now."""

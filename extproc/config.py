@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from extproc.scorers import build as build_scorer
@@ -114,6 +123,9 @@ class Headers(_Node):
     destination: HeaderName = "x-gateway-destination-endpoint"
     rank: HeaderName = "x-data-parallel-rank"
     prefill: HeaderName = "x-prefiller-host-port"
+    scorer: HeaderName = "x-kvcar-scorer"
+    priority: HeaderName = "x-kvcar-priority"
+    explain: bool = False
 
 
 class Limits(_Node):
@@ -149,6 +161,48 @@ class LoadConfig(_Node):
     interval_ms: int = Field(500, ge=50, le=60_000)
     stale_after_ms: int = Field(2000, ge=100, le=600_000)
     path: str = "/metrics"
+    own_delta: bool = False
+
+
+class Pairs(_Node):
+    """Prefill/decode pairs, for pools with prefill instances."""
+
+    profile: Literal["llm-d", "xllm", "plain"] = "llm-d"
+    split_threshold: int = Field(0, ge=0)
+    split_min_tokens: int = Field(0, ge=0)
+
+
+class Sessions(_Node):
+    """Requests of one session key stay together."""
+
+    header: HeaderName = "x-session-id"
+    mode: Literal["prefer", "pin", "hash"] = "prefer"
+    slack: float = Field(0.05, ge=0, le=1)
+    ttl_ms: int = Field(300_000, ge=1)
+    max_sessions: int = Field(100_000, ge=1)
+
+
+class SpeculationConfig(_Node):
+    """A routed prompt counts as cached until events say so."""
+
+    ttl_ms: int = Field(2000, ge=1)
+    max_blocks: int = Field(200_000, ge=1)
+
+
+class ApproximateConfig(_Node):
+    """Instead of events: what was sent to each engine, in an LRU of its size."""
+
+    ttl_ms: int = Field(120_000, ge=1)
+    capacity_blocks: int = Field(31_250, ge=1)
+
+
+class SheddingConfig(_Node):
+    """429 while every engine is saturated."""
+
+    queue_threshold: float = Field(5.0, gt=0)
+    usage_threshold: float = Field(0.8, gt=0, le=1)
+    spare_priority: int | None = None
+    retry_after_s: int = Field(1, ge=1)
 
 
 class InstanceConfig(_Node):
@@ -201,7 +255,14 @@ class Pool(_Node):
     recovery: Literal["auto", "none", "history", "snapshot"] = "auto"
     dp: Literal["min", "target"] = "min"
     scorer: Annotated[ScorerConfig, BeforeValidator(_scorer)] = Field(default_factory=lambda: ScorerConfig(name="car"))
+    decode_scorer: Annotated[ScorerConfig | None, BeforeValidator(_scorer)] = None
+    allowed_scorers: tuple[str, ...] = ()
     load: LoadConfig = LoadConfig()
+    pairs: Pairs = Pairs()
+    sessions: Sessions | None = None
+    speculation: SpeculationConfig | None = None
+    approximate: ApproximateConfig | None = None
+    shedding: SheddingConfig | None = None
     max_endpoints: int = Field(3, ge=1, le=64)
     instances: tuple[InstanceConfig, ...] = ()
 
@@ -213,6 +274,12 @@ class Pool(_Node):
         for item in self.instances:
             if self.recovery in ("history", "snapshot") and item.events and not item.replay:
                 raise ValueError(f"recovery {self.recovery} needs a replay endpoint, instance {item.name!r} has none")
+        if self.approximate and self.speculation:
+            raise ValueError("approximate and speculation exclude each other: approximate mode reads no events")
+        if self.approximate and self.block_size == "auto":
+            raise ValueError("approximate mode needs a block_size: there are no events to learn it from")
+        for name in self.allowed_scorers:
+            build_scorer(name)
         return self
 
 

@@ -8,16 +8,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
+from extproc.config import Headers
+from extproc.decision import Decision, Ticket
 from extproc.decisions import DecisionLog, Record
-from extproc.messages import HttpRequest, Outcome
+from extproc.messages import HttpRequest, Immediate, Outcome
 from extproc.metrics import Metrics
 from extproc.openai import DEFAULT_ROUTES, Routes, parse_body
-from extproc.pool import Pool
+from extproc.pool import Ask, Pool
 from extproc.reasons import Reason, Unscored
-from extproc.router import Ticket
+from extproc.shedding import Refusal, priority_of
 
 log = logging.getLogger(__name__)
+
+DEFAULT_HEADERS = Headers()
 
 SUBSET = ("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset")
 """Namespace and key under which a gateway limits the choice (Gateway API Inference Extension, proposal 004)."""
@@ -61,6 +66,9 @@ class Follow:
 class PoolDecider:
     """The decider of a server with these pools; also counts what sessions pass on without asking.
 
+    names            headers that a client may use, and whether answers explain the decision
+    session_headers  pool name -> header that carries the session key
+
     Model names are unique over all pools. A body without a model goes to the only pool, if there is one.
     """
 
@@ -70,6 +78,8 @@ class PoolDecider:
         metrics: Metrics,
         decisions: DecisionLog,
         *,
+        names: Headers = DEFAULT_HEADERS,
+        session_headers: Mapping[str, str] = MappingProxyType({}),
         routes: Routes = DEFAULT_ROUTES,
         max_body_bytes: int = 32 << 20,
         clock: Callable[[], float] = time.monotonic,
@@ -79,6 +89,8 @@ class PoolDecider:
         self._only = self.pools[0] if len(self.pools) == 1 else None
         self._metrics = metrics
         self._decisions = decisions
+        self._names = names
+        self._session_headers = session_headers
         self._routes = routes
         self._max_body = max_body_bytes
         self._clock = clock
@@ -98,16 +110,21 @@ class PoolDecider:
         record.model = body.model or ""
         if pool is None:
             return self._pass(record, Unscored(Reason.MODEL, "no pool serves this model name"), None, started)
-        record.pool, record.scorer = pool.name, pool.scorer_name
+        record.pool = pool.name
         prompt = await pool.tokens(body)
         encoded = clock()
         record.tokenize_seconds = encoded - started
         if isinstance(prompt, Unscored):
             return self._pass(record, prompt, pool, started)
-        match = pool.match(prompt)
+        ask = self._ask(pool, request)
+        refusal = pool.refuse(encoded, ask.priority)
+        if refusal is not None:
+            return self._refuse(record, refusal, pool)
+        keys = pool.keys(prompt)
         matched = clock()
-        decision = pool.route(prompt, match, matched, only=_subset(request.metadata))
+        decision = pool.route(prompt, keys, matched, ask)
         record.decision = decision
+        record.scorer = scorer = ask.scorer if ask.scorer in pool.routers else pool.scorer_name
         scored = clock()
         stage = self._metrics.stage
         stage["tokenize"].observe(encoded - started)
@@ -123,7 +140,7 @@ class PoolDecider:
         name = pool.name
         metrics = self._metrics
         metrics.requests.labels(name, "scored").inc()
-        metrics.decisions.labels(name, pool.scorer_name, chosen.name).inc()
+        metrics.decisions.labels(name, scorer, chosen.name).inc()
         metrics.prompt_tokens.labels(name).inc(prompt.count)
         metrics.hit_tokens.labels(name, "available").inc(decision.best_available_hit)
         metrics.hit_tokens.labels(name, "chosen").inc(decision.hit_tokens)
@@ -133,13 +150,44 @@ class PoolDecider:
             headers=decision.headers,
             metadata={
                 "pool": name,
-                "scorer": pool.scorer_name,
+                "scorer": scorer,
                 "instance": chosen.name,
                 "prompt_tokens": prompt.count,
                 "hit_tokens": decision.hit_tokens,
                 "best_available_hit": decision.best_available_hit,
+                "speculative_tokens": decision.speculative_tokens,
             },
+            response_headers=self._explain(record.scorer, chosen.name, decision) if self._names.explain else (),
             ticket=Follow(ticket, record, pool, metrics, clock),
+        )
+
+    def _ask(self, pool: Pool, request: HttpRequest) -> Ask:
+        """What the client and the gateway say about routing."""
+        headers, names = request.headers, self._names
+        session = self._session_headers.get(pool.name)
+        return Ask(
+            scorer=headers.get(names.scorer) if len(pool.routers) > 1 else None,
+            session=headers.get(session) if session is not None else None,
+            priority=priority_of(headers.get(names.priority)) if pool.shedding is not None else 0,
+            only=_subset(request.metadata),
+        )
+
+    def _refuse(self, record: Record, refusal: Refusal, pool: Pool) -> Outcome:
+        record.reason, record.status = "shed", refusal.status
+        self._decisions.add(record)
+        self._metrics.requests.labels(pool.name, "shed").inc()
+        return Outcome(
+            reason="shed",
+            immediate=Immediate(refusal.status, refusal.headers, refusal.body, refusal.details),
+        )
+
+    @staticmethod
+    def _explain(scorer: str, instance: str, decision: Decision) -> tuple[tuple[str, str], ...]:
+        return (
+            ("x-kvcar-instance", instance),
+            ("x-kvcar-scorer", scorer),
+            ("x-kvcar-hit-tokens", str(decision.hit_tokens)),
+            ("x-kvcar-prompt-tokens", str(decision.request.tokens)),
         )
 
     def _pass(self, record: Record, unscored: Unscored, pool: Pool | None, started: float) -> Outcome:

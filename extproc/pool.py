@@ -4,25 +4,46 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
+from extproc.decision import Decision, Hits, instance_of
 from extproc.loads.base import LoadSource
 from extproc.loads.inflight import InFlight
 from extproc.openai import Body
 from extproc.prompt.prompter import Prompt, Prompter
 from extproc.reasons import Unscored
-from extproc.router import Decision, Router
+from extproc.router import Router
 from extproc.scorers.base import Request
+from extproc.shedding import Refusal, Shedding
+from extproc.speculative import Approximate, Speculation
 from kvindex.directory import Directory, Match
 from kvindex.fleet import Fleet, FleetChange, Instance
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a client may say about routing: a scorer's name, a session key, a priority; and the gateway's subset."""
+
+    scorer: str | None = None
+    session: str | None = None
+    priority: int = 0
+    only: frozenset[str] | None = None
+
+
+NOTHING_ASKED = Ask()
+
+
 class Pool:
     """Everything of one pool but its tokenization time and counting, which the decider does.
 
     models    served names, aliases and adapters that choose this pool
+    routers   by scorer name; the first is the pool's own, the others are those that a request may ask for
     loads     None = the own in-flight counts
+    beside    what counts as cached beside (Speculation) or instead of (Approximate) the directory, None = nothing
+    shedding  None = no request is ever refused
     """
 
     def __init__(
@@ -35,7 +56,10 @@ class Pool:
         fleet: Fleet,
         router: Router,
         scorer_name: str,
+        routers: Mapping[str, Router] = MappingProxyType({}),
         loads: LoadSource | None = None,
+        beside: Speculation | Approximate | None = None,
+        shedding: Shedding | None = None,
     ) -> None:
         self.name = name
         self.models = tuple(models)
@@ -43,12 +67,14 @@ class Pool:
         self.directory = directory
         self.router = router
         self.scorer_name = scorer_name
+        self.routers = {scorer_name: router, **routers}
         self.inflight = InFlight()
         self.loads: LoadSource = loads if loads is not None else self.inflight
+        self.beside = beside
+        self.shedding = shedding
         self._fleet = fleet
         self.by_name: Mapping[str, Instance] = {}
         self.instances: tuple[Instance, ...] = ()
-        self.by_address: Mapping[str, str] = {}
         fleet.listen(self._changed)
         self._refresh()
 
@@ -60,7 +86,8 @@ class Pool:
     def _refresh(self) -> None:
         mine = {name: one for name, one in self._fleet.snapshot().items() if one.pool == self.name}
         self.inflight.update(mine.values())
-        self.by_address = {one.address: one.name for one in mine.values()}
+        if isinstance(self.beside, Approximate):
+            self.beside.retain(mine.values())
         self.by_name = mine
         self.instances = tuple(mine.values())
 
@@ -73,19 +100,37 @@ class Pool:
         """The prompt as the engine will see it, or why it cannot be known. Never raises."""
         return await self.prompter.prompt_of(body)
 
-    def match(self, prompt: Prompt) -> Match | None:
-        """Who holds the prompt's prefix; None when nobody's cache will be read, or no block size is known yet.
-
-        No I/O, no lock.
-        """
+    def keys(self, prompt: Prompt) -> list[bytes]:
+        """Content keys of the blocks that the engine may reuse; [] when nobody's cache will be read, or no block size
+        is known yet. No I/O, no lock."""
         directory = self.directory
         limit = directory.key_limit(prompt.count)
         size = directory.block_size
         if not limit or size is None or not prompt.reads_cache:
-            return None
-        return directory.match(self.prompter.keys(prompt, size, directory.seed, limit))
+            return []
+        return self.prompter.keys(prompt, size, directory.seed, limit)
 
-    def route(self, prompt: Prompt, match: Match | None, now: float, *, only: frozenset[str] | None = None) -> Decision:
-        """The decision, not yet charged to anybody."""
-        request = Request(prompt.count, self.directory.block_size or 0)
-        return self.router.route(request, self.instances, match, self.loads, self.inflight, now, only=only)
+    def match(self, prompt: Prompt) -> Match | None:
+        """Who holds the prompt's prefix by the engines' own word; None when nothing can match."""
+        keys = self.keys(prompt)
+        return self.directory.match(keys) if keys else None
+
+    def refuse(self, now: float, priority: int) -> Refusal | None:
+        """The 429 to answer with, None = serve the request."""
+        if self.shedding is None:
+            return None
+        return self.shedding.refuse((self.loads.get(one.name, now) for one in self.instances), priority)
+
+    def route(self, prompt: Prompt, keys: list[bytes], now: float, ask: Ask = NOTHING_ASKED) -> Decision:
+        """The decision, not yet charged to anybody. A scorer that is not allowed is taken for none."""
+        request = Request(prompt.count, self.directory.block_size or 0, session=ask.session, now=now)
+        router = self.routers.get(ask.scorer, self.router) if ask.scorer else self.router
+        match: Hits | None = self.directory.match(keys) if keys else None
+        beside = self.beside
+        if beside is not None:
+            match = beside.over(match, keys, now)
+        decision = router.route(request, self.instances, match, self.loads, self.inflight, now, only=ask.only)
+        chosen = decision.chosen
+        if beside is not None and chosen is not None:
+            beside.add(self.by_name[instance_of(chosen)], chosen.rank, keys, now)
+        return decision

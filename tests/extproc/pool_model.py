@@ -60,7 +60,7 @@ def make_pool(
         prompter=prompter(models),
         directory=directory,
         fleet=fleet,
-        router=Router(build("car")),
+        router=options.pop("router", None) or Router(build("car")),
         scorer_name="car",
         **options,
     )
