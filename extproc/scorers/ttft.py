@@ -5,7 +5,8 @@
     cost [s] = (queued + weight * uncached) / rate
     weight   = 1 + (own_weight - 1) * share of candidates with a queue
 
-Outstanding: of our requests there without a first response byte; the oldest is being computed meanwhile. A miss on a
+Outstanding: of our requests there without a first response byte; the oldest is being computed meanwhile (at the learnt
+rate where there is one: a configured one may be far off). A miss on a
 busy pool also delays those behind it and evicts what they would have hit, so it is charged for more than its own time;
 with own_weight 1, or an idle pool, the cost is the plain estimate.
 
@@ -60,23 +61,26 @@ class Ttft:
         self.weights: Weights = (w_dev, w_host, w_disk)
 
     def costs(self, request: Request, candidates: Sequence[Candidate]) -> list[Cost | None]:
-        rates = self._rates(candidates)
+        configured = self._configured(candidates)
+        rates = self._rates(candidates, configured)
         busy = sum(c.uncached_tokens > 0 for c in candidates)
         weight = 1.0 + (self.own_weight - 1.0) * busy / max(1, len(candidates))
         costs: list[Cost | None] = []
-        for c, rate in zip(candidates, rates, strict=True):
+        for c, given, rate in zip(candidates, configured, rates, strict=True):
             queued = c.uncached_tokens
-            if c.busy_seconds and rate > 1.0:  # 1.0 stands for "no rate known"
-                queued -= min(c.head_tokens, rate * c.busy_seconds)
+            if c.busy_seconds:
+                queued -= min(c.head_tokens, (c.prefill_rate or given or 0.0) * c.busy_seconds)
             uncached = request.tokens - hit_tokens(c, request.tokens, self.weights)
             costs.append(((queued + weight * uncached) / rate,))
         return costs
 
-    def _rates(self, candidates: Sequence[Candidate]) -> list[float]:
-        configured = [self.prefill_rate] * len(candidates)
-        if self.prefill_rates:
-            names = [c.name if c.rank is None else c.name.rpartition("/")[0] for c in candidates]
-            configured = [self.prefill_rates.get(name, self.prefill_rate) for name in names]
+    def _configured(self, candidates: Sequence[Candidate]) -> list[float | None]:
+        if not self.prefill_rates:
+            return [self.prefill_rate] * len(candidates)
+        names = [c.name if c.rank is None else c.name.rpartition("/")[0] for c in candidates]
+        return [self.prefill_rates.get(name, self.prefill_rate) for name in names]
+
+    def _rates(self, candidates: Sequence[Candidate], configured: Sequence[float | None]) -> list[float]:
         known = [given or c.prefill_rate for given, c in zip(configured, candidates, strict=True)]
         usual = median([rate for rate in known if rate] or [1.0])
         spread = self.tolerance * usual

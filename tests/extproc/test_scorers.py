@@ -291,6 +291,8 @@ def test_ttft_counts_what_the_oldest_must_have_done_by_now() -> None:
     for busy, queued in ((0.0, 5000), (0.5, 4000), (60.0, 2000)):
         candidate = made("A", uncached_tokens=5000, head_tokens=3000, busy_seconds=busy, prefill_rate=2000)
         assert build("ttft").costs(Request(0, 16), [candidate]) == [(queued / 2000,)]
+    wrong = made("A", uncached_tokens=5000, head_tokens=3000, busy_seconds=0.5, prefill_rate=2000)
+    assert build("ttft", prefill_rate=8000).costs(Request(0, 16), [wrong]) == [(4000 / 8000,)], "the learnt one knows"
     unknown = made("A", uncached_tokens=5000, head_tokens=3000, busy_seconds=9.0)
     assert build("ttft").costs(Request(0, 16), [unknown]) == [(5000,)], "no rate, no progress"
 
