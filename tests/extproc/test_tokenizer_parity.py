@@ -21,8 +21,8 @@ ENGINE: dict[str, Any] = {"trust_request_chat_template": True, "max_model_len": 
 REFUSED = (Reason.BAD_REQUEST, Reason.TEMPLATE_ERROR)
 
 
-def rows(name: str) -> list[dict[str, Any]]:
-    lines = (DATA / "captures" / f"tokens_{name}.jsonl").read_text(encoding="utf-8").splitlines()
+def rows(name: str, kind: str = "tokens") -> list[dict[str, Any]]:
+    lines = (DATA / "captures" / f"{kind}_{name}.jsonl").read_text(encoding="utf-8").splitlines()
     return [row for row in map(json.loads, lines) if "meta" not in row]
 
 
@@ -49,6 +49,23 @@ async def test_ids_are_the_engines(name: str, family: str) -> None:
             answered += 1
     assert answered == 2 * sum(row["http"] == 200 for row in rows(name)) > 90
     assert refused == 2 * sum(row["http"] != 200 for row in rows(name)) > 0
+
+
+@pytest.mark.parametrize(("name", "family"), CAPTURES)
+async def test_ids_are_those_of_the_engines_render_endpoints(name: str, family: str) -> None:
+    """Random bodies of /v1/chat/completions, /v1/completions, /v1/responses and /v1/messages."""
+    subject = prompter(family, **ENGINE)
+    answered: dict[str, int] = {}
+    for row in rows(name, "render"):
+        result = await subject.prompt(row["path"], json.dumps(row["body"]).encode())
+        if row["http"] == 200:
+            assert isinstance(result, Prompt), (row["case"], result)
+            assert result.ids == row["engine_ids"], row["case"]
+            answered[row["path"]] = answered.get(row["path"], 0) + 1
+        elif isinstance(result, Unscored):
+            assert result.reason in REFUSED, row["case"]
+    assert len(answered) == 4
+    assert min(answered.values()) >= 9
 
 
 @lru_cache
