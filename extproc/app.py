@@ -15,7 +15,7 @@ from typing import Any
 from extproc import __version__
 from extproc.admin.query import Queries
 from extproc.admin.server import AdminServer, make_app
-from extproc.config import Config, ConfigError, InstanceConfig
+from extproc.config import Config, ConfigError, InstanceConfig, pair_headers
 from extproc.config import Pool as PoolConfig
 from extproc.decider import PoolDecider
 from extproc.decision import PROFILES
@@ -25,6 +25,7 @@ from extproc.loads.heartbeat import Heartbeats
 from extproc.loads.prometheus import PrometheusPoller, Target
 from extproc.metrics import Metrics
 from extproc.observe import add_families, stream_dict
+from extproc.openai import PATHS, Routes
 from extproc.pool import Pool
 from extproc.prompt.prompter import Options as PrompterOptions
 from extproc.prompt.prompter import Prompter
@@ -176,6 +177,7 @@ class App:
             self.metrics_registry,
             self.decision_log,
             names=config.headers,
+            routes=Routes(config.paths.bases, config.paths.rewrites),
             session_headers={pool.name: pool.sessions.header for pool in config.pools if pool.sessions},
             max_body_bytes=config.limits.max_body_bytes,
         )
@@ -284,8 +286,11 @@ class App:
             ),
             SessionOptions(
                 destination_header=headers.destination,
-                strip_headers=tuple(dict.fromkeys((headers.rank, headers.prefill, *self._pair_headers()))),
+                strip_headers=tuple(dict.fromkeys((headers.rank, headers.prefill, *pair_headers(config)))),
+                paths=tuple(dict.fromkeys((*PATHS, *config.paths.rewrites))),
+                prefixes=config.paths.bases,
                 max_body_bytes=limits.max_body_bytes,
+                observe_usage=config.listen.observe_usage,
             ),
             observer=_Watch(self.decider, self.metrics_registry),
         )
@@ -305,15 +310,6 @@ class App:
             "ext_proc": f"{config.listen.address.rpartition(':')[0]}:{ext_proc_port}",
             "admin": f"{host}:{admin_port}",
         }
-
-    def _pair_headers(self) -> list[str]:
-        """Headers that tell a pair to the engines: a client's own must not survive."""
-        profiles = [
-            PROFILES[pool.pairs.profile]
-            for pool in self.config.pools
-            if any(one.role in ("prefill", "decode", "mix") for one in pool.instances)
-        ]
-        return [name for one in profiles for name in (one.prefill_header, one.decode_header) if name]
 
     def _poll_loads(self, _change: FleetChange) -> None:
         """Each pool that scrapes polls the instances that the fleet has now."""

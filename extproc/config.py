@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from extproc.decision import PROFILES
 from extproc.scorers import build as build_scorer
 
 
@@ -101,6 +102,7 @@ class Listen(_Node):
     tls: Tls | None = None
     drain_wait_ms: int = Field(2500, ge=0, le=600_000)
     drain_grace_ms: int = Field(30_000, ge=0, le=3_600_000)
+    observe_usage: bool = False
 
 
 class Admin(_Node):
@@ -115,6 +117,22 @@ class Admin(_Node):
 class Log(_Node):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["text", "json"] = "text"
+
+
+def _path(text: str) -> str:
+    if not text.startswith("/") or "?" in text or "#" in text:
+        raise ValueError("must be a path that starts with '/', without query")
+    return text
+
+
+RequestPath = Annotated[str, AfterValidator(_path)]
+
+
+class Paths(_Node):
+    """Where requests with prompts arrive, beside the usual paths."""
+
+    bases: tuple[RequestPath, ...] = ()
+    rewrites: dict[RequestPath, RequestPath] = Field(default_factory=dict)
 
 
 class Headers(_Node):
@@ -289,6 +307,7 @@ class Config(_Node):
     listen: Listen = Listen()
     admin: Admin = Admin()
     log: Log = Log()
+    paths: Paths = Paths()
     headers: Headers = Headers()
     limits: Limits = Limits()
     events: Events = Events()
@@ -306,6 +325,16 @@ class Config(_Node):
                 "or admin.allow_unauthenticated: true if the network protects it"
             )
         return self
+
+
+def pair_headers(config: Config) -> tuple[str, ...]:
+    """Headers that tell prefill/decode pairs to the engines of this configuration."""
+    profiles = [
+        PROFILES[pool.pairs.profile]
+        for pool in config.pools
+        if any(one.role in ("prefill", "decode", "mix") for one in pool.instances)
+    ]
+    return tuple(name for one in profiles for name in (one.prefill_header, one.decode_header) if name)
 
 
 def load(path: Path) -> Config:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -43,8 +43,9 @@ from envoy_data_plane.envoy.type.v3 import Percent
 from envoy_data_plane.google.protobuf import Any as Packed
 from envoy_data_plane.google.protobuf import Struct
 
-from extproc.config import Config
+from extproc.config import Config, pair_headers
 from extproc.envoy_yaml import COMMENTS, PLACES, dump, plain
+from extproc.openai import PATHS, Endpoint
 
 METADATA_NAMESPACE = "envoy.lb"
 DESTINATION = "x-gateway-destination-endpoint"
@@ -67,6 +68,10 @@ _WRITABLE = ("x-gateway-.*", "x-data-parallel-rank", "x-prefiller-host-port", "x
 _REPLY_HEADERS = ("content-type", "retry-after")
 
 
+# Tokenizing reads no cache, so it need not be routed by one.
+CACHED_PATHS = tuple(path for path, endpoint in PATHS.items() if endpoint is not Endpoint.TOKENIZE)
+
+
 class BodyMode(StrEnum):
     """How Envoy hands over the request body."""
 
@@ -83,6 +88,8 @@ class EnvoyOptions:
     ext_proc            one kvcar or several: a failed stream is tried on another one
     admin               Envoy's admin address, None = no admin listener
     max_body_bytes      larger bodies get 413; keep kvcar's own receive limit above it
+    paths               request paths that go through kvcar, each also behind every one of `path_prefixes`
+    observe_usage       True: answers stream through kvcar too, so that it can read the engine's own cached_tokens
     message_timeout     seconds kvcar may take over one message
     fail_open           True: without kvcar requests are served by the fallback policy; False: they fail with 500
     written_headers     what kvcar writes beyond the usual names (a renamed rank or prefill header)
@@ -99,6 +106,9 @@ class EnvoyOptions:
     admin: str | None = "127.0.0.1:9901"
     ext_proc: tuple[str, ...] = ("127.0.0.1:9002",)
     body_mode: BodyMode = BodyMode.BUFFERED
+    paths: tuple[str, ...] = CACHED_PATHS
+    path_prefixes: tuple[str, ...] = ()
+    observe_usage: bool = False
     max_body_bytes: int = 32 << 20
     message_timeout: float = 2.0
     max_message_timeout: float = 10.0
@@ -161,7 +171,10 @@ def options_for(config: Config, *, pool: str | None = None, **overrides: Any) ->
         "max_body_bytes": config.limits.max_body_bytes,
         "message_timeout": max(2.0, 2 * config.limits.decide_timeout_ms / 1000),
         "destination_header": headers.destination,
-        "written_headers": (headers.rank, headers.prefill),
+        "written_headers": tuple(dict.fromkeys((headers.rank, headers.prefill, *pair_headers(config)))),
+        "paths": tuple(dict.fromkeys((*CACHED_PATHS, *config.paths.rewrites))),
+        "path_prefixes": config.paths.bases,
+        "observe_usage": config.listen.observe_usage,
     }
     if overrides.get("engines_file") is None:
         values["engines"] = tuple(item.address for item in chosen.instances)
@@ -316,6 +329,8 @@ def ext_proc_filter(options: EnvoyOptions) -> hcm.HttpFilter:
         response_header_mode=send.SEND,
         response_trailer_mode=send.SEND,
     )
+    if options.observe_usage:
+        mode.response_body_mode = body.STREAMED
     writable: tuple[str, ...] = _WRITABLE
     for header in (options.destination_header, *options.written_headers):
         if not re.fullmatch("|".join(writable), header):
@@ -354,7 +369,7 @@ def ext_proc_filter(options: EnvoyOptions) -> hcm.HttpFilter:
 
 
 def routes(options: EnvoyOptions) -> list[route.Route]:
-    """Completions go through kvcar; every other path has the filter switched off and kvcar never sees it."""
+    """Requests with prompts go through kvcar; every other path has the filter switched off and kvcar never sees it."""
     retry = route.RetryPolicy(
         retry_on="connect-failure,refused-stream,retriable-status-codes",
         retriable_status_codes=[503],
@@ -368,17 +383,37 @@ def routes(options: EnvoyOptions) -> list[route.Route]:
         ],
         host_selection_retry_max_attempts=5,
     )
-    scored = route.Route(
-        match=route.RouteMatch(safe_regex=matcher.RegexMatcher(regex="/v1/(chat/)?completions")),
-        request_body_buffer_limit=options.max_body_bytes,
-        route=route.RouteAction(cluster="engines", timeout=_seconds(0), retry_policy=retry),
-    )
+    scored = [
+        route.Route(
+            match=route.RouteMatch(safe_regex=matcher.RegexMatcher(regex=regex)),
+            request_body_buffer_limit=options.max_body_bytes,
+            route=route.RouteAction(cluster="engines", timeout=_seconds(0), retry_policy=retry),
+        )
+        for regex in _path_regexes(options)
+    ]
     others = route.Route(
         match=route.RouteMatch(prefix="/"),
         route=route.RouteAction(cluster="engines", timeout=_seconds(30)),
         typed_per_filter_config={EXT_PROC_FILTER: Packed.pack(ext_proc.ExtProcPerRoute(disabled=True))},
     )
-    return [scored, others]
+    return [*scored, others]
+
+
+def _path_regexes(options: EnvoyOptions) -> list[str]:
+    """Each matches whole paths; together every handled one, also behind every prefix.
+
+    Envoy takes RE2 programs up to size 100: what paths share is written once, and a prefix has expressions of its own.
+    """
+
+    def any_of(texts: Iterable[str]) -> str:
+        # re.escape writes a backslash before a hyphen, which outside a class needs none
+        return "(" + "|".join(re.escape(text).replace("\\-", "-") for text in texts) + ")"
+
+    below = [path.removeprefix("/v1/") for path in options.paths if path.startswith("/v1/")]
+    others = [path for path in options.paths if not path.startswith("/v1/")]
+    parts = [f"/v1/{any_of(below)}"] * bool(below) + [any_of(others)] * bool(others)
+    prefixes = (re.escape(prefix.rstrip("/")).replace("\\-", "-") for prefix in options.path_prefixes)
+    return ["|".join(parts), *(f"{prefix}{part}" for prefix in prefixes for part in parts)]
 
 
 def early_header_mutation(options: EnvoyOptions) -> core.TypedExtensionConfig:

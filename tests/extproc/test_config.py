@@ -133,7 +133,7 @@ def test_the_example_shows_every_key_with_its_default() -> None:
     tree = yaml.safe_load(uncommented(text))
     missing = [path for path in keys_of(config.Config) if not present(tree, path)]
     assert not missing
-    for part in ("listen", "admin", "log", "headers", "limits", "events"):
+    for part in ("listen", "admin", "log", "paths", "headers", "limits", "events"):
         assert getattr(parsed, part) == getattr(config.parse(GOOD), part), (
             f"{part}: the example does not show the defaults"
         )

@@ -77,7 +77,7 @@ async def test_routing_headers_of_clients_never_arrive(
 async def test_other_paths_never_ask_kvcar(envoy: EnvoyProcess, client: Client) -> None:
     counter = "http.openai.ext_proc.kvcar.failure_mode_allowed"
     before = envoy.stats(counter)[counter]
-    for path in ("/v1/embeddings", "/v1/completions/", "/v1/chat/completions/render", "//v1/completions"):
+    for path in ("/v1/models", "/tokenize", "/v1/completions/", "/v1/chat/completions/render", "//v1/completions"):
         assert (await client.raw(path, BODY)).status == 200
     assert envoy.stats(counter)[counter] == before
     await client.raw("/v1/completions?x=1", BODY)
@@ -96,7 +96,7 @@ async def test_fail_closed_refuses_without_kvcar(engines: list[EchoUpstream], tm
         envoy.wait_ready()
         async with Client(f"http://{envoy.address}") as client:
             assert (await client.raw(COMPLETIONS, BODY)).status == 500
-            assert (await client.raw("/v1/embeddings", BODY)).status == 200
+            assert (await client.raw("/v1/rerank", BODY)).status == 200
 
 
 async def test_engines_file_is_followed(engines: list[EchoUpstream], tmp_path: Path) -> None:
