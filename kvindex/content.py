@@ -1,40 +1,39 @@
 """What one stream holds: engine hashes, their copies, and blocks whose place in a prompt is not known yet.
 
-    shards[n][hash]  row of the block's content key; 0 = no key yet. One entry a known hash, n = its lowest byte
+    shards[n][hash]  row of the block's content key; 0 = no key yet. One entry a known hash. One shard while there are
+                     few, which is quicker, then so many that none becomes large (shards.py)
     odd[n][hash]     copies, only where they are not exactly one at `home`: 32 bits per place, packed in one int
     place            small number of a (tier, attention group); `home` is the first place on DEVICE
     shared           row*4 + tier -> holders above one, where several hashes of the stream have one content key
     unanchored       blocks whose tokens are known and whose parent's key is not (unanchored.py)
 
 A hash is known while it has a copy anywhere. With a row it is *mapped*; without one it is *un-anchored* (its tokens
-are known, its parent's key is not) or *remembered* (its tokens are not known). Known hashes of all three
-kinds count against `max_blocks`. A mapping once made is kept while the hash is known, whatever later events say:
-offload events repeat a hash without its extra keys. Blocks are kept by key, not under their parent, so a child keeps
-its row when the parent goes; a child stored after that is un-anchored until the parent comes back.
+are known, its parent's key is not) or *remembered* (its tokens are not known). All of them count against `max_blocks`.
+A mapping once made is kept while the hash is known, whatever later events say: offload events repeat a hash without its
+extra keys. Blocks are kept by key, not under their parent, so a child keeps its row when the parent goes; a child
+stored after that is un-anchored until the parent comes back.
 
 Writer thread only; readers see nothing of this but the mask bits in `Rows`.
 """
 
 from __future__ import annotations
 
-import sys
-from array import array
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from itertools import repeat
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from kvindex.errors import CapacityExceeded
 from kvindex.events import BlockRemoved, BlockStored, EngineHash, Tier
 from kvindex.hashing import content_key, content_keys
-from kvindex.rows import BUCKET, SHARDS, Buckets, Rows
-from kvindex.unanchored import Unanchored, drain
+from kvindex.rows import BUCKET, Buckets, Rows
+from kvindex.shards import CUT, drain, low_byte, low_bytes
+from kvindex.unanchored import Unanchored
 
 _CHUNK: Final = 64  # blocks between two calls of `pace`
-_SMALL: Final = 4_096  # entries of a dict that is dropped whole, in about 0.1 ms
+_SPLIT: Final = 8_192  # known hashes that stay in one shard
 _DIGIT_BITS: Final = 32
 _DIGIT: Final = (1 << _DIGIT_BITS) - 1
-_LOW_BYTE: Final = slice(0 if sys.byteorder == "little" else 7, None, 8)
 _setdefault: Any = dict.setdefault
 _contains: Any = dict.__contains__
 _pop: Any = dict.pop
@@ -58,7 +57,7 @@ class Content:
     """
 
     __slots__ = (
-        "_bits", "_digits", "_home", "_home_unit", "_pace", "_places", "_rows", "_seed", "_shared", "_tiers",
+        "_bits", "_digits", "_home", "_home_unit", "_mask", "_pace", "_places", "_rows", "_seed", "_shared", "_tiers",
         "counts", "known", "max_blocks", "max_places", "max_unanchored", "name", "odd", "shards", "slot", "unanchored",
         "unmapped",
     )  # fmt: skip
@@ -84,13 +83,14 @@ class Content:
         self.max_unanchored = max_unanchored
         self.max_places = max_places
         self._bits = tuple(1 << 3 * slot + tier for tier in Tier)
-        self.shards: list[dict[EngineHash, int]] = [{} for _ in range(SHARDS)]
-        self.odd: list[dict[EngineHash, int]] = [{} for _ in range(SHARDS)]
         self.unanchored = Unanchored()
         self._shared: dict[int, int] = {}
         self._reset()
 
     def _reset(self) -> None:
+        self.shards: list[dict[EngineHash, int]] = [{}]
+        self.odd: list[dict[EngineHash, int]] = [{}]
+        self._mask = 0
         self._places: dict[int, int] = {}
         self._tiers: list[Tier] = []
         self._digits = [0, 0, 0]
@@ -107,7 +107,33 @@ class Content:
 
     def knows(self, hash_: EngineHash) -> bool:
         """Has the hash a copy here?"""
-        return hash_ in self.shards[_number(hash_)]
+        return hash_ in self.shards[self._number(hash_)]
+
+    # ---- shards -------------------------------------------------------------------------------------------------
+
+    def _number(self, hash_: EngineHash) -> int:
+        """Shard of an engine hash."""
+        return low_byte(hash_) & self._mask if self._mask else 0
+
+    def _numbers(self, hashes: list[EngineHash]) -> bytes:
+        """Shards of several, about 40 ns each where all are ints of 64 bits."""
+        return low_bytes(hashes).translate(CUT[self._mask]) if self._mask else bytes(len(hashes))
+
+    def _grow(self) -> None:
+        """From one shard to as many as `max_blocks` may need, when the one becomes large."""
+        if self._mask or self.known <= _SPLIT:
+            return
+        self._mask = 1
+        while self._mask < 255 and (self._mask + 1) * _SPLIT < self.max_blocks:
+            self._mask = 2 * self._mask + 1
+        for name in ("shards", "odd"):
+            (whole,) = getattr(self, name)
+            parts: list[dict[EngineHash, int]] = [{} for _ in range(self._mask + 1)]
+            for index, (hash_, value) in enumerate(whole.items()):
+                parts[low_byte(hash_) & self._mask][hash_] = value
+                if index % _CHUNK == 0:
+                    self._pace()
+            setattr(self, name, parts)
 
     # ---- events -------------------------------------------------------------------------------------------------
 
@@ -117,12 +143,13 @@ class Content:
         place = self._place(event.tier, event.group) if adds else -1
         if not tokens:
             return self._store_tokenless(hashes, place)
+        self._grow()
         rows = self._rows
         parent = event.parent
         row = 0
         previous: bytes | None = event.root
         if parent is not None:
-            row = self.shards[_number(parent)].get(parent, 0)
+            row = self.shards[self._number(parent)].get(parent, 0)
             previous = rows.keys[row]  # None for row 0
         plain = place == self._home and adds
         outcome = Outcome.OK
@@ -130,7 +157,7 @@ class Content:
         count = len(hashes)
         if count == 1 and plain and previous is not None:
             hash_ = hashes[0]
-            number = _number(hash_)
+            number = self._number(hash_)
             if hash_ not in self.shards[number] and self.known < self.max_blocks:
                 # a block of generated tokens, the most frequent event of all
                 block = extras[0] + tokens if extras else tokens
@@ -148,6 +175,7 @@ class Content:
                 more = extras and extras[start:end]
                 if start:
                     self._pace()
+                    self._grow()
             if plain and previous is not None and self.known + len(part) <= self.max_blocks:
                 keys = content_keys(these, size, extras=more, parent=previous, seed=self._seed)
                 last = self._store_new(part, keys, row)
@@ -171,8 +199,11 @@ class Content:
         count = len(hashes)
         fresh = rows.next_free(count)
         shards = self.shards
-        numbers = _numbers(hashes)
-        got = list(map(_setdefault, map(shards.__getitem__, numbers), hashes, fresh))
+        numbers = self._numbers(hashes)
+        if self._mask:
+            got = list(map(_setdefault, map(shards.__getitem__, numbers), hashes, fresh))
+        else:
+            got = list(map(shards[0].setdefault, hashes, fresh))
         if got != fresh:
             for hash_, number, mine, is_row in zip(hashes, numbers, fresh, got, strict=True):
                 if mine == is_row:
@@ -220,11 +251,11 @@ class Content:
             start = self._copy(hashes, place)
             if start:
                 parent = hashes[start - 1]
-                row = self.shards[_number(parent)][parent]
+                row = self.shards[self._number(parent)][parent]
                 previous = rows.keys[row]
         for index in range(start, len(hashes)):
             hash_ = hashes[index]
-            number = _number(hash_)
+            number = self._number(hash_)
             mapped = self.shards[number].get(hash_)
             if mapped:
                 if place >= 0:
@@ -268,9 +299,10 @@ class Content:
             for start in range(0, len(hashes), _CHUNK):
                 if start:
                     self._pace()
+                self._grow()
                 part = hashes[start : start + _CHUNK]
                 for hash_ in part[self._copy(part, place) :]:
-                    number = _number(hash_)
+                    number = self._number(hash_)
                     self._add(hash_, number, self.shards[number].get(hash_, 0), place)
         return Outcome.OK
 
@@ -282,7 +314,7 @@ class Content:
         both = self._rows.intern(unit + (1 << _DIGIT_BITS * place))
         gains = not unit & self._digits[tier]
         last = last_new = 0
-        for index, (hash_, number) in enumerate(zip(hashes, _numbers(hashes), strict=True)):
+        for index, (hash_, number) in enumerate(zip(hashes, self._numbers(hashes), strict=True)):
             row = shards[number].get(hash_)
             if not row:
                 return index
@@ -303,16 +335,15 @@ class Content:
 
     def remove(self, event: BlockRemoved) -> Outcome:
         """One copy less of each hash; hashes without a copy there are passed over."""
-        hashes = event.hashes
+        hashes, shards = event.hashes, self.shards
         place = self._places.get(event.group * 4 + event.tier, -1)
         if place < 0:
             return Outcome.OK
-        shards = self.shards
         for start in range(0, len(hashes), _CHUNK):
             if start:
                 self._pace()
             part = hashes if len(hashes) <= _CHUNK else hashes[start : start + _CHUNK]
-            numbers = _numbers(part)
+            numbers = self._numbers(part)
             if place == self._home and self._remove_last(part, numbers):
                 continue
             for hash_, number in zip(part, numbers, strict=True):
@@ -352,28 +383,24 @@ class Content:
         lost: dict[int, Buckets] = {tier: {} for tier in set(tiers)}
         for tier in lost:
             gone |= self._digits[tier]
-        home_goes = bool(self._home_unit & gone)
-        for number in range(SHARDS):
-            shard, odd = self.shards[number], self.odd[number]
-            hashes = list(shard)
-            for start in range(0, len(hashes), _CHUNK):
-                for hash_ in hashes[start : start + _CHUNK]:
-                    row = shard[hash_]
-                    if hash_ not in odd and row and not self._shared:
-                        if home_goes:
-                            del shard[hash_]
-                            self.known -= 1
-                            lost[0].setdefault(row >> BUCKET, []).append(row)
-                        continue
+        for number, shard in enumerate(self.shards):
+            odd = self.odd[number]
+            kept: dict[EngineHash, int] = {}
+            while shard:
+                for _ in range(min(_CHUNK, len(shard))):
+                    hash_, row = shard.popitem()
                     copies = odd.get(hash_, self._home_unit)
-                    if copies & gone:
-                        self._set(hash_, number, row, copies, copies & ~gone)
-                        for tier, buckets in lost.items():
-                            if row and copies & self._digits[tier] and self._is_last(row, tier):
-                                buckets.setdefault(row >> BUCKET, []).append(row)
+                    left = copies & ~gone
+                    if left:
+                        kept[hash_] = row
+                        if left == copies:
+                            continue
+                    self._set(hash_, number, row, copies, left)
+                    for tier, buckets in lost.items():
+                        if row and copies & self._digits[tier] and self._is_last(row, tier):
+                            buckets.setdefault(row >> BUCKET, []).append(row)
                 self._pace()
-            if not shard:
-                self.shards[number] = {}
+            self.shards[number] = kept
         for tier, buckets in lost.items():
             self._rows.sweep(buckets, self._bits[tier], self._pace)
             self.counts[tier] = 0
@@ -382,25 +409,20 @@ class Content:
         """Everything goes. Readers must have been told before, as it takes a while."""
         pace = self._pace
         buckets: Buckets = {}
-        for number in range(SHARDS):
-            shard = self.shards[number]
+        for number, shard in enumerate(self.shards):
+            # taken out one by one: dropping a large dict whole frees all its keys in one call
             while shard:
-                if len(shard) > _SMALL:
-                    found = [shard.popitem()[1] for _ in range(_CHUNK)]
-                else:
-                    found = list(shard.values())
-                    shard = self.shards[number] = {}
-                for start in range(0, len(found), _CHUNK):
-                    for row in found[start : start + _CHUNK]:
-                        bucket = row >> BUCKET
-                        if bucket in buckets:
-                            buckets[bucket].append(row)
-                        else:
-                            buckets[bucket] = [row]
-                    pace()
-            if self.odd[number]:
-                drain(self.odd[number], pace)
-                self.odd[number] = {}
+                for _ in range(min(_CHUNK, len(shard))):
+                    row = shard.popitem()[1]
+                    bucket = row >> BUCKET
+                    if bucket in buckets:
+                        buckets[bucket].append(row)
+                    else:
+                        buckets[bucket] = [row]
+                pace()
+            shard = self.shards[number] = {}  # its table goes now, not all tables together
+            drain(self.odd[number], pace)
+            self.odd[number] = {}
         self._rows.sweep(buckets, self._bits[0] | self._bits[1] | self._bits[2], pace)
         self.unanchored.drain(pace)
         drain(self._shared, pace)
@@ -459,7 +481,7 @@ class Content:
             if not row:
                 self.unmapped += 1
         elif not new:
-            del self.shards[number][hash_]
+            self.shards[number].pop(hash_, None)
             self.known -= 1
             if not row:
                 self.unmapped -= 1
@@ -522,12 +544,12 @@ class Content:
         steps = 0
         while ready:
             parent = ready.pop()
-            row = self.shards[_number(parent)][parent]
+            row = self.shards[self._number(parent)][parent]
             key = rows.keys[row]
             assert key is not None
             for child in unanchored.children(parent):
                 _, block, extra = unanchored.blocks[child]
-                self._map(child, _number(child), rows.claim(content_key(key + extra, block, self._seed), row))
+                self._map(child, self._number(child), rows.claim(content_key(key + extra, block, self._seed), row))
                 if unanchored.awaits(child):
                     ready.append(child)
                 steps += 1
@@ -547,11 +569,12 @@ class Content:
         holders: dict[int, int] = {}
         known = unmapped = 0
         units = [1 << _DIGIT_BITS * place for place in range(len(self._places))]
-        for number in range(SHARDS):
+        assert len(self.shards) == len(self.odd) == self._mask + 1
+        for number in range(len(self.shards)):
             assert self.odd[number].keys() <= self.shards[number].keys(), "copies of an unknown hash"
             assert self._home_unit not in self.odd[number].values(), "one copy at home is written down"
             for hash_, row in self.shards[number].items():
-                assert _number(hash_) == number, "hash in the wrong shard"
+                assert self._number(hash_) == number, "hash in the wrong shard"
                 copies = self.odd[number].get(hash_, self._home_unit)
                 assert 0 < copies < units[-1] << _DIGIT_BITS, f"{hash_!r} has impossible copies {copies:#x}"
                 known += 1
@@ -574,21 +597,6 @@ class Content:
             bits[name >> 2] = bits.get(name >> 2, 0) | self._bits[name & 3]
         self.unanchored.check()
         for hash_ in self.unanchored.blocks:
-            assert self.shards[_number(hash_)].get(hash_) == 0, f"un-anchored {hash_!r} is not known as such"
+            assert self.shards[self._number(hash_)].get(hash_) == 0, f"un-anchored {hash_!r} is not known as such"
         assert len(self._places) == len(self._tiers) <= self.max_places
         assert (self._home < 0) == (Tier.DEVICE not in self._tiers)
-
-
-def _number(hash_: EngineHash) -> int:
-    """Shard of an engine hash: its lowest byte, the last one of bytes."""
-    if isinstance(hash_, int):
-        return hash_ & 255
-    return hash_[-1] if hash_ else 0
-
-
-def _numbers(hashes: list[EngineHash]) -> bytes:
-    """Shards of several, about 25 ns each where all are ints of 64 bits."""
-    try:
-        return array("Q", cast(list[int], hashes)).tobytes()[_LOW_BYTE]
-    except (TypeError, OverflowError):
-        return bytes(map(_number, hashes))

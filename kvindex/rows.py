@@ -3,8 +3,8 @@
     keys[row]        the content key, None while the row is free
     masks[row]       int: who holds the block; bit 3*slot + tier
     after[row]       row of the block stored first after this one, as far as keys[] still says so
-    heads[key[0]]    dict: content key -> row, for every block that `after` of its parent does not lead to: first blocks
-                     of prompts, second children, blocks whose parent is gone
+    heads            content key -> row, for every block that `after` of its parent does not lead to: first blocks of
+                     prompts, second children, blocks whose parent is gone. One dict, or 64 by the key's first byte
     free             rows to hand out, next one last
     row 0            belongs to no block: keys[0] None, masks[0] 0
 
@@ -18,8 +18,8 @@ one event take neighbouring rows where they can, and freed rows are handed out a
 `runs` then compares whole stretches of keys in one list comparison, and walks block by block elsewhere.
 
 No object of a block is tracked by the garbage collector. Nothing here holds the GIL long: a dict of a million keys
-resizes in 50 ms, a shard of it in 0.1 ms; the columns grow by realloc. Columns keep the length of their peak (24 bytes
-a row), everything a key needs beyond that is given back when the key goes.
+resizes in 50 ms, one of 8,192 in 0.3 ms, so a dict that outgrows that is split; the columns grow by realloc. Columns
+keep the length of their peak (24 bytes a row), everything a key needs beyond that is given back when the key goes.
 
 Readers and the writer, without a lock
 --------------------------------------
@@ -48,7 +48,9 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any, Final
 
-SHARDS: Final = 256
+_SPLIT: Final = 8_192  # entries of `heads` that stay in one dict
+_PARTS: Final = 64
+_PART_OF_BYTE: Final = bytes(byte & _PARTS - 1 for byte in range(256))
 _FIRST_STRETCH: Final = 16
 _LONGEST_STRETCH: Final = 512
 _STREAK: Final = 6  # neighbouring rows in a row before stretches are tried again
@@ -70,7 +72,7 @@ class Rows:
     __slots__ = ("_interned", "after", "epoch", "free", "heads", "keys", "masks")
 
     def __init__(self) -> None:
-        self.heads: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
+        self.heads: list[dict[bytes, int]] = [{}]
         self.keys: list[bytes | None] = [None]
         self.masks: list[int] = [0]
         self.after: list[int] = [0]
@@ -110,7 +112,7 @@ class Rows:
     def seek(self, key: bytes, parent: int) -> int:
         """The key's row, 0 for none; `parent` as for `claim`. O(1)."""
         child = self.after[parent]
-        return child if self.keys[child] == key else self.heads[key[0]].get(key, 0)
+        return child if self.keys[child] == key else self._head(key).get(key, 0)
 
     def claim(self, key: bytes, parent: int) -> int:
         """The key's row, a new one with mask 0 if it has none; the caller must set a bit at once. O(1).
@@ -121,8 +123,7 @@ class Rows:
         child = after[parent]
         if column[child] == key:
             return child
-        heads = self.heads[key[0]]
-        row = heads.get(key)
+        row = self._head(key).get(key)
         if row is None:
             if not self.free:
                 self.next_free(1)
@@ -132,9 +133,23 @@ class Rows:
             if parent and column[child] is None:
                 after[parent] = row
             else:
-                heads[key] = row
+                self._add_head(key, row)
             column[row] = key
         return row
+
+    def _head(self, key: bytes) -> dict[bytes, int]:
+        """The part of `heads` that has the key, if any has."""
+        heads = self.heads
+        return heads[key[0] & len(heads) - 1]
+
+    def _add_head(self, key: bytes, row: int) -> None:
+        part = self._head(key)
+        part[key] = row
+        if len(part) > _SPLIT and len(self.heads) == 1:
+            heads: list[dict[bytes, int]] = [{} for _ in range(_PARTS)]
+            for key, row in part.items():
+                heads[key[0] & _PARTS - 1][key] = row
+            self.heads = heads
 
     def claim_chain(self, keys: list[bytes], parent: int) -> list[int] | None:
         """Rows of consecutive blocks, if all have neighbouring rows already; else None. O(blocks), in C."""
@@ -152,10 +167,12 @@ class Rows:
         """
         column, masks, after, heads = self.keys, self.masks, self.after, self.heads
         child = after[parent]
-        key = keys[0]
-        if column[child] == key:
+        if column[child] == keys[0]:
             return False
-        if any(map(_contains, map(heads.__getitem__, b"".join(keys)[::16]), keys)):
+        if len(heads) == 1:
+            if not heads[0].keys().isdisjoint(keys):
+                return False
+        elif any(map(_contains, map(heads.__getitem__, b"".join(keys)[::16].translate(_PART_OF_BYTE)), keys)):
             return False
         count = len(rows)
         self.epoch += 1
@@ -173,7 +190,7 @@ class Rows:
         if parent and column[child] is None:
             after[parent] = first
         else:
-            heads[keys[0][0]][keys[0]] = first
+            self._add_head(keys[0], first)
         return True
 
     def release(self, row: int) -> None:
@@ -183,16 +200,16 @@ class Rows:
         assert key is not None
         column[row] = None
         self.masks[row] = 0
-        heads = self.heads[key[0]]
-        if key in heads:
-            del heads[key]
-            if not heads:
-                self.heads[key[0]] = {}  # an emptied dict keeps its table
+        part = self._head(key)
+        if key in part:
+            del part[key]
+            if not part:
+                self.heads[key[0] & len(self.heads) - 1] = {}  # an emptied dict keeps its table
         self.free.append(row)
         child = self.after[row]
         orphan = column[child]
         if orphan is not None:
-            self.heads[orphan[0]][orphan] = child
+            self._add_head(orphan, child)
 
     def sweep(self, buckets: Buckets, bits: int, pace: Callable[[], None]) -> None:
         """Clear `bits` in many rows (a row may come twice), and empty `buckets`.
@@ -223,7 +240,7 @@ class Rows:
 
     def lookup(self, key: bytes) -> int:
         """The row of a first block (or of another one in `heads`), 0 for none. O(1)."""
-        row = self.heads[key[0]].get(key, 0)
+        row = self._head(key).get(key, 0)
         return row if self.keys[row] == key else 0
 
     def runs(self, keys: list[bytes]) -> Iterator[Run]:
@@ -301,7 +318,7 @@ class Rows:
             row = after[row]
             key = column[row]
             if key != wanted:
-                row = self.heads[wanted[0]].get(wanted, 0)
+                row = self._head(wanted).get(wanted, 0)
                 key = column[row]
                 if key != wanted:
                     return
@@ -321,11 +338,11 @@ class Rows:
         free = set(self.free)
         assert len(free) == len(self.free), "a row is free twice"
         assert 0 not in free, "row 0 is free"
-        assert len(self.heads) == SHARDS
+        assert len(self.heads) in (1, _PARTS)
         within_reach = {self.after[row] for row in range(1, len(column)) if row not in free}
-        for number, heads in enumerate(self.heads):
-            for key, row in heads.items():
-                assert key[0] == number, "key in the wrong shard"
+        for part in self.heads:
+            for key, row in part.items():
+                assert self._head(key) is part, "key in the wrong part"
                 assert column[row] == key, "dict and column disagree"
                 within_reach.add(row)
         for row in range(1, len(column)):

@@ -10,12 +10,9 @@ Dicts, tuples and keys of plain values: the garbage collector tracks none of the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
 
 from kvindex.events import EngineHash
-
-_SMALL: Final = 4_096  # entries of a dict that is dropped whole, in about 0.1 ms
-_PACED: Final = 64
+from kvindex.shards import drain
 
 Block = tuple[EngineHash, bytes, bytes]
 """(parent, packed tokens, canonical extras)"""
@@ -91,12 +88,3 @@ class Unanchored:
         for hash_, (parent, _, _) in self.blocks.items():
             waiting.setdefault(parent, set()).add(hash_)
         assert waiting == {parent: set(self.children(parent)) for parent in self._children}
-
-
-def drain(table: dict[Any, Any], pace: Callable[[], None]) -> None:
-    """Empty a dict in slices: one `clear` of a large one is one long call."""
-    while len(table) > _SMALL:
-        for _ in range(min(_PACED, len(table))):
-            table.popitem()
-        pace()
-    table.clear()

@@ -60,7 +60,7 @@ IMPURE = {"socket", "threading", "asyncio", "time", "selectors", "subprocess", "
 # package-internal order of kvindex, lowest first: a module imports only lower ones
 KVINDEX_ORDER = [
     {"errors", "events", "hashing", "endpoints", "pacer", "walk"},
-    {"rows", "unanchored", "content", "dialects", "fleet"},
+    {"rows", "shards", "unanchored", "content", "dialects", "fleet"},
     {"index", "states"},
     {"feed"},
     {"machine"},

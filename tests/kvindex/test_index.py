@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvindex import content as content_module
-from kvindex import unanchored as unanchored_module
+from kvindex import shards as shards_module
 from kvindex.errors import CapacityExceeded, KVIndexError
 from kvindex.events import AllBlocksCleared, BlockRemoved, BlockStored, Skipped, Tier
 from kvindex.hashing import content_keys, pack_tokens
@@ -640,8 +640,7 @@ def test_long_loops_are_paced(what: str) -> None:
 
 
 def test_a_dict_with_one_crowded_shard_is_swept_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(content_module, "_SMALL", 100)
-    monkeypatch.setattr(unanchored_module, "_SMALL", 100)
+    monkeypatch.setattr(shards_module, "_SMALL", 100)
     calls: list[int] = []
     index, view = opened(PrefixIndex(block_size=4, pace=lambda: calls.append(1)))
     hashes = [number << 8 for number in range(2_000)]

@@ -12,7 +12,7 @@ import pytest
 
 from kvindex import content as content_module
 from kvindex import rows as rows_module
-from kvindex import unanchored as unanchored_module
+from kvindex import shards as shards_module
 from kvindex.errors import CapacityExceeded
 from kvindex.index import PrefixIndex, StreamView, TierBlocks, Walk
 from kvindex.walk import credit
@@ -26,11 +26,11 @@ def _small_inside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Half of the seeds with tiny inner sizes, so that every path is taken with little data."""
     if request.node.callspec.params["seed"] % 2:
         for name, value in (("_FIRST_STRETCH", 2), ("_LONGEST_STRETCH", 4), ("_STREAK", 2), ("BUCKET", 1),
-                            ("_GROWTH", 1), ("_INTERNED", 3)):  # fmt: skip
+                            ("_GROWTH", 1), ("_INTERNED", 3), ("_SPLIT", 2)):  # fmt: skip
             monkeypatch.setattr(rows_module, name, value)
-        for name, value in (("_CHUNK", 2), ("_SMALL", 3), ("BUCKET", 1)):
+        for name, value in (("_CHUNK", 2), ("BUCKET", 1), ("_SPLIT", 4)):
             monkeypatch.setattr(content_module, name, value)
-        monkeypatch.setattr(unanchored_module, "_SMALL", 3)
+        monkeypatch.setattr(shards_module, "_SMALL", 3)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
