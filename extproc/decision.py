@@ -5,7 +5,7 @@ Only shapes: whoever fits may be passed (kvindex.fleet.Instance, kvindex.directo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -71,7 +71,8 @@ class ChargeLike(Protocol):
 class OwnRequests(Protocol):
     """Our own requests in flight; `extproc.loads.inflight.InFlight` is one."""
 
-    def find(self, candidate: str) -> CountersLike | None: ...
+    @property
+    def find(self) -> Callable[[str], CountersLike | None]: ...
     def sent_since(self, candidate: str, at: float) -> int: ...
     def charge(
         self,

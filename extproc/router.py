@@ -310,7 +310,7 @@ class _Maker:
         only: Collection[str] | None,
     ):
         self.request, self.loads, self.own = request, loads, own
-        self.hits = hits if request.tokens >= request.block_size > 0 else None
+        self.hits = hits if request.tokens >= request.block_size > 0 and hits else None
         self.pending = getattr(self.hits, "speculative", None)
         self.own_delta, self.weights = router.own_delta, router.weights
         self.exclude, self.only = exclude, only
@@ -342,24 +342,34 @@ class _Maker:
             load = load_of(slot.key, now, slot.rank)
             if self.own_delta and load is not None and load.at is not None:
                 load = load._replace(waiting=load.waiting + self.own.sent_since(name, load.at))
-            candidate = Candidate(name, slot.address, slot.rank, device, host, disk, load)
+            own = find(name)
+            if own is None:
+                candidate = Candidate(name, slot.address, slot.rank, device, host, disk, load)
+            else:
+                since = own.busy_since
+                candidate = Candidate(
+                    name,
+                    slot.address,
+                    slot.rank,
+                    device,
+                    host,
+                    disk,
+                    load,
+                    own.requests,
+                    own.waiting_requests,
+                    own.prompt_tokens,
+                    own.waiting_prompt_tokens,
+                    own.uncached_tokens,
+                    own.rate,
+                    own.waiting_squares,
+                    own.head_tokens,
+                    0.0 if since is None else now - since,
+                )
             if device and self.pending is not None:
                 pending = self.pending(slot.instance)
                 rank = slot.rank
                 blocks = min(pending, default=0) if rank is None else pending[rank] if rank < len(pending) else 0
                 candidate.speculative = min(device, blocks * size)
-            counters = find(name)
-            if counters is not None:
-                candidate.requests = counters.requests
-                candidate.waiting_requests = counters.waiting_requests
-                candidate.prompt_tokens = counters.prompt_tokens
-                candidate.waiting_prompt_tokens = counters.waiting_prompt_tokens
-                candidate.waiting_squares = counters.waiting_squares
-                candidate.uncached_tokens = counters.uncached_tokens
-                candidate.prefill_rate = counters.rate
-                if counters.busy_since is not None:
-                    candidate.head_tokens = counters.head_tokens
-                    candidate.busy_seconds = now - counters.busy_since
             out.append(candidate)
         return out
 

@@ -16,11 +16,13 @@ time since the last first byte counts. `busy_since` tells how far the oldest wai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from extproc.scorers.base import Load
+
+_IDLE = Load(0.0, 0.0)
 
 
 class Addressed(Protocol):
@@ -41,6 +43,7 @@ class Counters:
     busy_since       when the oldest waiting one became the oldest, None = nothing waits
     measured_since   when the queue began to be busy, or the last first byte came
     head_tokens      uncached tokens of the oldest waiting request
+    load             what the instance looks like as a load source
     rate             learnt prefill rate in tokens per second, None = nothing learnt; from the two sums behind it
     """
 
@@ -57,6 +60,7 @@ class Counters:
     measured_since: float = 0.0
     head_tokens: float = 0.0
     rate: float | None = None
+    load: Load = _IDLE
     rate_tokens: float = 0.0
     rate_seconds: float = 0.0
 
@@ -137,6 +141,7 @@ class Charge:
                 counters.head_tokens = self.uncached
             counters.waiting[self] = None
         counters.open[self] = now
+        counters.load = Load(counters.waiting_requests, counters.requests - counters.waiting_requests)
         self._counters = counters
 
     def _leave(self, counters: Counters, now: float | None) -> None:
@@ -145,6 +150,7 @@ class Charge:
         counters.requests -= 1
         counters.prompt_tokens -= self.prompt
         del counters.open[self]
+        counters.load = Load(counters.waiting_requests, counters.requests - counters.waiting_requests)
         self._counters = None
 
     def _release_prefill(self, counters: Counters, now: float | None) -> None:
@@ -160,6 +166,7 @@ class Charge:
         counters.waiting_requests -= 1
         counters.waiting_prompt_tokens -= self.prompt
         counters.waiting_squares -= self.prompt * self.prompt
+        counters.load = Load(counters.waiting_requests, counters.requests - counters.waiting_requests)
         # Float sums drift; an empty queue is exactly 0.
         counters.uncached_tokens = counters.uncached_tokens - self.uncached if counters.waiting_requests else 0.0
 
@@ -175,6 +182,8 @@ class InFlight:
         self._keep = 1.0 - 1.0 / max(1.0, rate_memory)
         self._floor = rate_floor
         self._counters: dict[str, Counters] = {}
+        self.find: Callable[[str], Counters | None] = self._counters.get
+        """The counters of a candidate by its name ("name" or "name/rank"), None = never charged."""
         self._incarnations: dict[str, object] = {}
         self.by_address: Mapping[str, str] = {}
 
@@ -200,17 +209,10 @@ class InFlight:
             counters = self._counters[key] = Counters(instance)
         return counters
 
-    def find(self, candidate: str) -> Counters | None:
-        """The counters of a candidate by its name ("name" or "name/rank"), None = never charged. O(1)."""
-        return self._counters.get(candidate)
-
     def get(self, name: str, now: float, rank: int | None = None) -> Load:
         """As a load source: waiting = without a first byte, running = the others. Always fresh."""
         counters = self._counters.get(name if rank is None else f"{name}/{rank}")
-        if counters is None:
-            return _IDLE
-        waiting = counters.waiting_requests
-        return Load(waiting, counters.requests - waiting)
+        return counters.load if counters is not None else _IDLE
 
     def sent_since(self, candidate: str, at: float) -> int:
         """Unfinished requests that went to a candidate at or after `at`. O(answer)."""
@@ -244,6 +246,3 @@ class InFlight:
     def total(self) -> int:
         """Requests in flight over all instances that are still known."""
         return sum(counters.requests for counters in self._counters.values())
-
-
-_IDLE = Load(0.0, 0.0)
