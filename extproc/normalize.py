@@ -26,25 +26,22 @@ KNOWN_PART_KEYS = MEDIA_KEYS | frozenset(
 BILLING_HEADER = "x-anthropic-billing-header"  # its value changes with every request; the engine drops the line
 
 
-def conversation(
-    messages: object, *, list_format: bool, knows_developer: bool, joiner: str = "\n"
-) -> list[Message]:
+def conversation(messages: object, *, list_format: bool, knows_developer: bool) -> list[Message]:
     """The messages as the template gets them.
 
     list_format      the template loops over content parts; otherwise content is one string
     knows_developer  the template has a developer role of its own
-    joiner           between text parts in string format
     Raises Refused. O(size of the messages).
     """
     if not isinstance(messages, list) or not messages:
         raise bad("messages must be a non-empty list")
-    result = [_message(message, list_format, joiner) for message in messages]
+    result = [_message(message, list_format) for message in messages]
     if not knows_developer and any(message["role"] == "developer" for message in result):
         result = _one_system_first([_as_system(message) for message in result])
     return result
 
 
-def _message(message: object, list_format: bool, joiner: str) -> Message:
+def _message(message: object, list_format: bool) -> Message:
     if not isinstance(message, dict):
         raise bad("a message must be an object")
     role = message.get("role")
@@ -53,11 +50,11 @@ def _message(message: object, list_format: bool, joiner: str) -> Message:
     content = message.get("content")
     if role == "system":
         content = _without_billing_header(content)
-    result: Message = {"role": role, "content": _content(content, list_format, joiner)}
+    result: Message = {"role": role, "content": _content(content, list_format)}
     if role == "assistant":
         calls = message.get("tool_calls")
         if calls is not None:
-            calls = _tool_calls(calls)
+            calls = tool_calls(calls)
             if calls:
                 result["tool_calls"] = calls
         reasoning = message.get("reasoning")
@@ -79,7 +76,7 @@ def _message(message: object, list_format: bool, joiner: str) -> Message:
     return result
 
 
-def _content(content: object, list_format: bool, joiner: str) -> str | list[dict[str, Any]]:
+def _content(content: object, list_format: bool) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if list_format else content
     if content is None:
@@ -89,7 +86,7 @@ def _content(content: object, list_format: bool, joiner: str) -> str | list[dict
     if list_format:
         return [part for part in map(_listed_part, content) if part is not None]
     # The engine's join skips empty parts: ["", "a"] is "a".
-    return joiner.join(text for text in map(_part_text, content) if text)
+    return "\n".join(text for text in map(_part_text, content) if text)
 
 
 def _part_text(part: object) -> str | None:
@@ -119,20 +116,24 @@ def _listed_part(part: object) -> dict[str, Any] | None:
 def _part_kind(part: object) -> tuple[str, Mapping[str, Any]]:
     if not isinstance(part, dict):
         raise bad("a content part must be an object")
-    if not MEDIA_KEYS.isdisjoint(part):
-        raise Refused(Reason.MULTIMODAL, "media part")
+    refuse_media(part)
     kind = part.get("type")
     if kind is None and "tool_reference" in part:
         return "tool_reference", part
     if not isinstance(kind, str):
         raise bad("type of a part must be a string")
-    if kind in MEDIA_KEYS:
-        raise Refused(Reason.MULTIMODAL, "media part")
     if kind not in TEXT_KEY and kind != "tool_reference":
         raise bad("unknown type of a content part")
     if part.get("uuid") is not None:
         raise bad("uuid on a part without media")
     return kind, part
+
+
+def refuse_media(part: Mapping[str, Any]) -> None:
+    """Raises Refused if the part holds media or is of such a type."""
+    kind = part.get("type")
+    if not MEDIA_KEYS.isdisjoint(part) or (isinstance(kind, str) and kind in MEDIA_KEYS):
+        raise Refused(Reason.MULTIMODAL, "media part")
 
 
 def _without_billing_header(content: object) -> object:
@@ -154,7 +155,8 @@ def _is_text_part(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") == "text"
 
 
-def _tool_calls(calls: object) -> list[Message]:
+def tool_calls(calls: object, *, strict: bool = False) -> list[Message]:
+    """Tool calls with their arguments as objects. strict: arguments that are none are refused."""
     if not isinstance(calls, list):
         raise bad("tool_calls must be a list")
     result = []
@@ -164,22 +166,26 @@ def _tool_calls(calls: object) -> list[Message]:
         function = call.get("function")
         if call.get("type", "function") != "function" or not isinstance(function, dict):
             raise bad("only tool calls of type function")
-        arguments = _arguments(function.get("arguments"))
+        arguments = _arguments(function.get("arguments"), strict)
         result.append({**call, "function": {**function, "arguments": arguments}})
     return result
 
 
-def _arguments(arguments: object) -> dict[str, Any]:
+def _arguments(arguments: object, strict: bool) -> dict[str, Any]:
     """Arguments as an object; whatever is none becomes {} so that the conversation can go on."""
     if isinstance(arguments, str) and arguments:
         # The engine's own parser: big numbers, NaN and duplicate keys must come out the same.
         try:
             arguments = json.loads(arguments)
         except ValueError:
-            return {}
+            arguments = None
         except RecursionError:
             raise bad("tool call arguments nested too deeply") from None
-    return arguments if isinstance(arguments, dict) else {}
+    if isinstance(arguments, dict):
+        return arguments
+    if strict:
+        raise bad("tool call arguments must be an object")
+    return {}
 
 
 def _as_system(message: Message) -> Message:

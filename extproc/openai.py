@@ -175,8 +175,6 @@ def read_chat(fields: Mapping[str, Any], *, generation: bool = True) -> Request:
         raise bad("messages must be a non-empty list")
     generation = flag(fields, "add_generation_prompt", generation)
     continued = flag(fields, "continue_final_message", False)
-    if continued and generation:
-        raise bad("continue_final_message needs add_generation_prompt false")
     template = fields.get("chat_template")
     if template is not None and not isinstance(template, str):
         raise bad("chat_template must be a string")

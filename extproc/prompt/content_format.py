@@ -20,6 +20,16 @@ class _Unclear(Exception):
     pass
 
 
+def loops_over(tree: nodes.Template) -> frozenset[str]:
+    """Names of variables whose content some loop runs over, wherever they come from."""
+    return frozenset(
+        name
+        for loop in tree.find_all(nodes.For)
+        for name in {node.name for node in loop.iter.find_all(nodes.Name)}
+        if _reads(loop.iter, name, "content")
+    )
+
+
 def wants_list(tree: nodes.Template) -> bool:
     """True if the template loops over content parts. O(nodes squared in the worst case), once per template."""
     try:

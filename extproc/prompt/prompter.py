@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from extproc import normalize, openai
 from extproc.openai import Body, ChatRequest, IdsRequest, Request
+from extproc.profiles import PROFILES
 from extproc.prompt import segments as rule
 from extproc.prompt import tokenizer as tokenizers
 from extproc.prompt.chain import ChainCache
@@ -44,6 +45,7 @@ from kvindex.hashing import DEFAULT_SEED, content_keys, extras_bytes, pack_token
 
 log = logging.getLogger(__name__)
 
+ONLY_VLLM = (openai.Endpoint.RESPONSES, openai.Endpoint.MESSAGES)
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 LARGE_BODY = 262_144  # bytes from which on rendering and cutting leave the event loop, too
 
@@ -110,6 +112,7 @@ class Prompter:
         self._native = options.renderer == "native" or (
             options.renderer == "auto" and loaded is not None and loaded.native_renderer is not None
         )
+        self._profile = PROFILES[options.engine]
         self._executor = executor or tokenizers.thread_pool(options.threads)
         self._encoder = self._make_encoder(loaded, options) if loaded else None
 
@@ -240,6 +243,8 @@ class Prompter:
 
     def _prepare(self, body: Body) -> tuple[Request, str | None, Pieces | None]:
         """The request, and unless it gives ids, its text and the text's pieces. Callable from a thread."""
+        if not self._profile.every_endpoint and body.endpoint in ONLY_VLLM:
+            raise Refused(Reason.RENDERER, "how this engine renders the endpoint is not known")
         request = openai.read(body)
         if isinstance(request, Unscored):
             raise Refused(request.reason, request.detail)
@@ -249,7 +254,12 @@ class Prompter:
             return request, None, None
         if self._encoder is None:
             raise Refused(Reason.NO_TOKENIZER)
-        text = self.render(request) if isinstance(request, ChatRequest) else request.text
+        if isinstance(request, ChatRequest):
+            if not self._profile.special_tokens:
+                request = replace(request, add_special_tokens=False, truncate=None)
+            text = self.render(request)
+        else:
+            text = request.text
         return request, text, self._encoder.cut(text, request.add_special_tokens)
 
     def render(self, request: ChatRequest) -> str:
@@ -257,10 +267,8 @@ class Prompter:
         options = self.options
         if self._native:
             raise Refused(Reason.RENDERER)
-        tools = request.tools
-        if tools is not None and request.tool_choice_none and options.exclude_tools_when_tool_choice_none:
-            tools = None
-        template = self._template(request, tools is not None)
+        no_tools = options.exclude_tools_when_tool_choice_none
+        template = self._template(request, request.tools is not None and not (no_tools and request.tool_choice_none))
         if request.merge_system and self._system_first:
             request = replace(request, messages=_one_system(request.messages))
         if request.thinking_disabled:
@@ -268,19 +276,29 @@ class Prompter:
             request = replace(request, overrides=effort | request.overrides, thinking_disabled=False)
         variables = self._variables(request, template)
         documents = variables.pop("documents", None)
-        list_format = template.list_format if options.content_format == "auto" else options.content_format == "openai"
-        messages = normalize.conversation(
-            request.messages, list_format=list_format, knows_developer=template.knows_developer
-        )
-        try:
-            return template.render(
-                messages,
+        profile = self._profile
+        automatic = options.content_format == "auto"
+        list_format = profile.list_format(template) if automatic else options.content_format == "openai"
+        given = profile.rendering(request, template, list_format=list_format, no_tools=no_tools)
+
+        def rendered(tools: list[dict[str, Any]] | None) -> str:
+            text = template.render(
+                given.messages,
                 tools=tools,
                 documents=documents,
-                add_generation_prompt=request.add_generation_prompt,
-                continue_final_message=request.continue_final_message,
+                add_generation_prompt=given.add_generation_prompt,
+                continue_final_message=given.continue_final_message,
                 variables=variables,
             )
+            return text + given.suffix
+
+        try:
+            try:
+                return rendered(given.tools)
+            except RenderError:
+                if given.other_tools is None:
+                    raise
+                return rendered(given.other_tools)
         except RenderError as error:
             raise Refused(Reason.TEMPLATE_ERROR, str(error)) from None
 
@@ -325,7 +343,7 @@ class Prompter:
         for name in given:
             if name in RESERVED or name in special:
                 raise Refused(Reason.TEMPLATE, "reserved name in chat_template_kwargs")
-        values = {**self.options.chat_template_kwargs, **given, **request.overrides}
+        values = self._profile.variables(request, self.options.chat_template_kwargs)
         usable = template.variables | {"documents"}
         chosen = {name: value for name, value in values.items() if name in usable and name not in CALL_PARAMETERS}
         documents = chosen.get("documents")

@@ -15,7 +15,7 @@ from jinja2 import TemplateError, meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from extproc.prompt.content_format import wants_list
+from extproc.prompt.content_format import loops_over, wants_list
 
 # Parameters of apply_chat_template: names that never reach a template of the engine as its variables.
 CALL_PARAMETERS = frozenset(
@@ -53,6 +53,7 @@ class ChatTemplate:
             raise BadTemplate(f"chat template does not compile: {type(error).__name__}") from error
         self.variables: frozenset[str] = frozenset(meta.find_undeclared_variables(tree))
         self.list_format = wants_list(tree)
+        self.loops_over = loops_over(tree)
         self.knows_developer = '"developer"' in source or "'developer'" in source
 
     def render(

@@ -101,7 +101,6 @@ CHAT_REASONS = [
     ("tool of another type", {"messages": U, "tools": [{"type": "w", "function": {"name": "f"}}]}, Reason.BAD_REQUEST),
     ("tool without name", {"messages": U, "tools": [{"function": {}}]}, Reason.BAD_REQUEST),
     ("tool parameters", {"messages": U, "tools": [{"function": {"name": "f", "parameters": 1}}]}, Reason.BAD_REQUEST),
-    ("continue without closing generation", {"messages": U, "continue_final_message": True}, Reason.BAD_REQUEST),
     ("continue", {"messages": U, "continue_final_message": True, "add_generation_prompt": False}, None),
     ("add_generation_prompt null", {"messages": U, "add_generation_prompt": None}, Reason.BAD_REQUEST),
     ("kwargs a list", {"messages": U, "chat_template_kwargs": []}, Reason.BAD_REQUEST),

@@ -233,6 +233,7 @@ REACHES = [
     ("request template, trusted", {"chat_template": "{{ 1 + 1 }}"}, {"trust_request_chat_template": True}, "2"),
     ("bad request template, trusted", {"chat_template": "{% if"}, {"trust_request_chat_template": True},
      Reason.TEMPLATE_ERROR),
+    ("continue and open a turn", {"continue_final_message": True}, {}, Reason.BAD_REQUEST),
     ("native renderer", {}, {"renderer": "native"}, Reason.RENDERER),
     ("template raises", {}, {"chat_template": "{{ raise_exception('no') }}"}, Reason.TEMPLATE_ERROR),
 ]  # fmt: skip
