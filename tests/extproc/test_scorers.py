@@ -513,6 +513,15 @@ def test_parameter_tables(name: str) -> None:
     assert vars(build(name)) == vars(SCORERS[name]())
 
 
+def test_every_scorer_and_parameter_is_documented() -> None:
+    """A row of the README's table for every scorer, with every parameter's name."""
+    text = (Path(__file__).parents[2] / "extproc/README.md").read_text()
+    rows = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `")}
+    for name in SCORERS:
+        for parameter in parameters_of(name):
+            assert f"`{parameter.name}`" in rows[name], f"{name}: {parameter.name}"
+
+
 # -- properties over all scorers
 
 LOADED = [name for name in SCORERS if name != "round_robin"]
