@@ -16,7 +16,33 @@ import click
 @click.option("--prefill-rate", default=8000.0, show_default=True, help="Prefill of each engine, tokens per second.")
 @click.option("--policies", default=None, help="Comma list of scorers, as name or name:parameter=value; default: all.")
 @click.option("--speed", default=1.0, show_default=True, help="Play the trace this much faster.")
-@click.option("--speculative", is_flag=True, help="Count routed prompts as cached until events confirm them.")
+@click.option(
+    "--events",
+    type=click.Choice(["arrival", "prefill"]),
+    default="arrival",
+    show_default=True,
+    help="When a prompt is seen in a cache: when it arrives, or when its prefill ends.",
+)
+@click.option(
+    "--speculative",
+    is_flag=True,
+    help="Count routed prompts as cached until events confirm them; takes --events prefill.",
+)
+@click.option("--decode-ms", default=0.0, show_default=True, help="Decode time of an answer token.")
+@click.option("--host-blocks", default=0, show_default=True, help="Second tier of each engine, in trace blocks.")
+@click.option(
+    "--report-interval",
+    default=0.0,
+    show_default=True,
+    help="Seconds between load reports; 0: the router's own counts.",
+)
+@click.option(
+    "--ties",
+    type=click.Choice(["turn", "router"]),
+    default="turn",
+    show_default=True,
+    help="Equal costs by a running number, or as the router does.",
+)
 @click.option("--seed", default=0, show_default=True, help="Same seed, same numbers.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write an HTML page with the curves.")
@@ -27,7 +53,12 @@ def simulate(
     prefill_rate: float,
     policies: str | None,
     speed: float,
+    events: str,
     speculative: bool,
+    decode_ms: float,
+    host_blocks: int,
+    report_interval: float,
+    ties: str,
     seed: int,
     as_json: bool,
     plot: Path | None,
@@ -43,7 +74,15 @@ def simulate(
     from extproc import simulate as lab
 
     console = Console(stderr=True)
-    options: dict[str, Any] = {"speed": speed, "speculative": speculative}
+    options: dict[str, Any] = {
+        "speed": speed,
+        "events": "prefill" if speculative else events,
+        "speculative": speculative,
+        "decode_seconds": decode_ms / 1000,
+        "host_blocks": host_blocks,
+        "report_interval": report_interval,
+        "ties": ties,
+    }
     if policies is not None:
         options["policies"] = policies
     try:
