@@ -17,7 +17,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from extproc import normalize, openai
 from extproc.openai import Body, ChatRequest, IdsRequest, Request
@@ -27,6 +27,7 @@ from extproc.prompt import tokenizer as tokenizers
 from extproc.prompt.chain import ChainCache
 from extproc.prompt.encoder import Encoder, EncodeTimeout, Pieces, Segment
 from extproc.prompt.probe import pieces_agree
+from extproc.prompt.remote import RemoteError
 from extproc.prompt.stats import Stats
 from extproc.prompt.template import (
     CALL_PARAMETERS,
@@ -45,6 +46,7 @@ from kvindex.hashing import DEFAULT_SEED, content_keys, extras_bytes, pack_token
 
 log = logging.getLogger(__name__)
 
+REMOTE_FOR = (Reason.NO_TOKENIZER, Reason.NO_TEMPLATE, Reason.RENDERER)
 ONLY_VLLM = (openai.Endpoint.RESPONSES, openai.Endpoint.MESSAGES)
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 LARGE_BODY = 262_144  # bytes from which on rendering and cutting leave the event loop, too
@@ -74,6 +76,12 @@ class Options:
     verify_every: int = 512
 
 
+class Remote(Protocol):
+    """See remote.RemoteTokenizer."""
+
+    async def ids(self, body: Body, budget: float) -> bytes: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     tokens: bytes = field(repr=False)  # packed u32, little endian
@@ -99,8 +107,12 @@ class Prompter:
         templates: Templates | None,
         *,
         executor: Executor | None = None,
+        remote: Remote | None = None,
     ) -> None:
-        """`loaded` None: only prompts given as ids can be scored."""
+        """
+        loaded  None: only prompts given as ids can be scored
+        remote  asked for the ids of what cannot be rendered or encoded here
+        """
         self.options = options
         self.stats = Stats()
         self.chain = ChainCache(options.chain_bytes)
@@ -113,11 +125,19 @@ class Prompter:
             options.renderer == "auto" and loaded is not None and loaded.native_renderer is not None
         )
         self._profile = PROFILES[options.engine]
+        self._remote = remote
         self._executor = executor or tokenizers.thread_pool(options.threads)
         self._encoder = self._make_encoder(loaded, options) if loaded else None
 
     @classmethod
-    def load(cls, options: Options, *, executor: Executor | None = None, strict: bool = True) -> Prompter:
+    def load(
+        cls,
+        options: Options,
+        *,
+        executor: Executor | None = None,
+        strict: bool = True,
+        remote: Remote | None = None,
+    ) -> Prompter:
         """Blocking, 1 to 6 s.
 
         strict  raise TokenizerError or BadTemplate; otherwise log, and pass the requests concerned unscored
@@ -141,7 +161,7 @@ class Prompter:
                 raise
             log.error("%s", error)
             templates = None
-        return cls(options, loaded, templates, executor=executor)
+        return cls(options, loaded, templates, executor=executor, remote=remote)
 
     def _make_encoder(self, loaded: Loaded, options: Options) -> Encoder:
         around = rule.added_around(loaded.config)
@@ -205,6 +225,24 @@ class Prompter:
 
     async def _prompt_of(self, body: Body) -> Prompt:
         model, adapter = self._model(body.model)
+        try:
+            return await self._local(body, model, adapter)
+        except Refused as refused:
+            if self._remote is None or refused.unscored.reason not in REMOTE_FOR:
+                raise
+            request = openai.read(body)
+            if isinstance(request, Unscored):
+                raise
+            try:
+                tokens = await self._remote.ids(body, self.options.timeout)
+            except RemoteError as error:
+                if error.refused:
+                    raise bad("refused by the engine's tokenizer") from None
+                raise Refused(refused.unscored.reason, str(error)) from None
+            whole = replace(request, truncate=None)  # the engine has cut already
+            return self._cut(whole, tokens, None, None, model, adapter)
+
+    async def _local(self, body: Body, model: str, adapter: str | None) -> Prompt:
         budget = self.options.timeout
         if body.size < LARGE_BODY:
             request, text, pieces = self._prepare(body)
