@@ -43,7 +43,7 @@ class Outcome(StrEnum):
     """What became of an event. Only `OK` and `UNKNOWN_PARENT` were taken over."""
 
     OK = "ok"
-    UNKNOWN_PARENT = "unknown_parent"  # kept un-anchored
+    UNKNOWN_PARENT = "unknown_parent"  # some of its blocks got no key: kept un-anchored
     BLOCK_SIZE = "block_size"  # not the index's block size
     TOKEN_COUNT = "token_count"  # hashes and tokens do not fit together
     SKIPPED = "skipped"  # the dialect had skipped it
@@ -184,9 +184,9 @@ class Content:
                     if self.unanchored:
                         self._anchor(part)
                     continue
-            row, previous = self._store_each(part, these, step, more, parent, row, previous, place)
+            row, previous, lost = self._store_each(part, these, step, more, parent, row, previous, place)
             parent = part[-1]
-            if previous is None:
+            if lost:
                 outcome = Outcome.UNKNOWN_PARENT
         return outcome
 
@@ -242,9 +242,10 @@ class Content:
         row: int,
         previous: bytes | None,
         place: int,
-    ) -> tuple[int, bytes | None]:
-        """Any blocks, one by one: known or not, anchored or not. The last one's row and key (None = un-anchored)."""
+    ) -> tuple[int, bytes | None, bool]:
+        """Any blocks, one by one, known or not: the last one's row and key (None = un-anchored), and: was any such?"""
         rows = self._rows
+        lost = False
         given = len(extras) if extras else 0
         start = 0
         if place >= 0:
@@ -280,6 +281,7 @@ class Content:
                         self._anchor([hash_])
             else:
                 assert parent is not None
+                lost = True
                 if mapped is None and place < 0:
                     parent = hash_
                     continue
@@ -292,7 +294,7 @@ class Content:
                 if place >= 0:
                     self._add(hash_, number, 0, place)
             parent = hash_
-        return row, previous
+        return row, previous, lost
 
     def _store_tokenless(self, hashes: list[EngineHash], place: int) -> Outcome:
         if place >= 0:
@@ -414,11 +416,7 @@ class Content:
             while shard:
                 for _ in range(min(_CHUNK, len(shard))):
                     row = shard.popitem()[1]
-                    bucket = row >> BUCKET
-                    if bucket in buckets:
-                        buckets[bucket].append(row)
-                    else:
-                        buckets[bucket] = [row]
+                    buckets.setdefault(row >> BUCKET, []).append(row)
                 pace()
             shard = self.shards[number] = {}  # its table goes now, not all tables together
             drain(self.odd[number], pace)
@@ -568,7 +566,6 @@ class Content:
         """Assert every invariant of the stream, and add to `bits` what its rows' masks must have. O(known hashes)."""
         holders: dict[int, int] = {}
         known = unmapped = 0
-        units = [1 << _DIGIT_BITS * place for place in range(len(self._places))]
         assert len(self.shards) == len(self.odd) == self._mask + 1
         for number in range(len(self.shards)):
             assert self.odd[number].keys() <= self.shards[number].keys(), "copies of an unknown hash"
@@ -576,7 +573,7 @@ class Content:
             for hash_, row in self.shards[number].items():
                 assert self._number(hash_) == number, "hash in the wrong shard"
                 copies = self.odd[number].get(hash_, self._home_unit)
-                assert 0 < copies < units[-1] << _DIGIT_BITS, f"{hash_!r} has impossible copies {copies:#x}"
+                assert 0 < copies < 1 << _DIGIT_BITS * len(self._places), f"{hash_!r} has copies {copies:#x}"
                 known += 1
                 if row:
                     assert self._rows.keys[row] is not None, f"{hash_!r} is mapped to the free row {row}"

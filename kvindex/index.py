@@ -270,6 +270,11 @@ class StreamView:
     # ---- figures ------------------------------------------------------------------------------------------------
 
     @property
+    def block_size(self) -> int | None:
+        """Tokens per block of the index; None while no stored event has told it."""
+        return self._index.block_size
+
+    @property
     def blocks(self) -> TierBlocks:
         """Resident blocks with a key on each tier; one that is on two tiers counts on both."""
         return TierBlocks(*self._content.counts)

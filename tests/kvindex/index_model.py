@@ -120,6 +120,7 @@ class StreamModel:
         if event.tokens:
             here = (event.root, ()) if event.parent is None else self.content.get(event.parent)
         before = event.parent
+        lost = False
         for index, hash_ in enumerate(event.hashes):
             known = hash_ in self.known()
             if event.adds_copy and not known and len(self.known()) >= self.max_blocks:
@@ -134,7 +135,9 @@ class StreamModel:
                     if known or event.adds_copy:
                         self.content[hash_] = here
                         self.pending.pop(hash_, None)
-                elif known or event.adds_copy:
+                else:
+                    lost = True
+                if here is None and (known or event.adds_copy):
                     assert before is not None
                     if hash_ not in self.pending:
                         if len(self.pending) >= self.max_unanchored:
@@ -147,7 +150,7 @@ class StreamModel:
                 self.copies[place] = self.copies.get(place, 0) + 1
             self._anchor()
             before = hash_
-        return Outcome.UNKNOWN_PARENT if event.tokens and here is None else Outcome.OK
+        return Outcome.UNKNOWN_PARENT if lost else Outcome.OK
 
     def _anchor(self) -> None:
         moved = True
