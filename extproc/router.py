@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from math import inf, isfinite
 
 from extproc.decision import (
     PROFILES,
@@ -340,6 +340,8 @@ class _Maker:
                     if device + host + disk > self.best_hit:
                         self.best_hit = device + host + disk
             load = load_of(slot.key, now, slot.rank)
+            if load is not None and not (0.0 <= load.waiting < inf and 0.0 <= load.usage < inf):
+                load = None  # a source's fault; the built-in ones refuse such reports themselves
             if self.own_delta and load is not None and load.at is not None:
                 load = load._replace(waiting=load.waiting + self.own.sent_since(name, load.at))
             own = find(name)

@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,10 @@ from extproc.scorers import Candidate, Cost, Load, Request, Role, build
 from kvindex.fleet import Instance, InstanceState
 
 Blocks = tuple[int, int, int]
+
+DATA = Path(__file__).parents[1] / "data"
+VECTORS = json.loads((DATA / "vectors.json").read_text())
+SCORING = json.loads((DATA / "cases/scoring.json").read_text())["cases"]
 
 
 @dataclass
@@ -156,6 +161,47 @@ def test_hits(row: tuple[int, int, list[Blocks], int, int]) -> None:
         Router(build("car")), (instance("a", dp_size=ranks),), request=Request(tokens, size), hits={"a": blocks}
     )
     assert decision.hit_tokens == wanted
+
+
+@pytest.mark.parametrize("case", VECTORS["car_multi_dp"], ids=lambda case: case["desc"])
+def test_ranks_of_an_instance_by_vectors(case: dict[str, Any]) -> None:
+    """The ratio of the worst rank; a missing or unsynchronized rank, or another incarnation (no hits at all): 0."""
+    blocks = [(round((hit or 0) * 100), 0, 0) for hit in case["dp_hit"]]
+    if case.get("incarnation") == "differs":
+        blocks = []
+    router = Router(build("car", **{"lambda": 1.0}))
+    decision = route(router, (instance("a", dp_size=case["dp_size"]),), request=Request(1600, 16), hits={"a": blocks})
+    assert decision.costs["a"] == pytest.approx((1 - case["ratio"],))
+
+
+def test_ranks_of_an_instance_by_case() -> None:
+    """C08: lowest rank, one unsynchronized makes it 0."""
+    case = next(case for case in SCORING if case["id"] == "C08")
+    fleet_ = tuple(instance(name, dp_size=2) for name in case["ranks"])
+    hits = {name: [((tokens or 0) // 4, 0, 0) for tokens in ranks] for name, ranks in case["ranks"].items()}
+    decision = route(
+        Router(build("car", **{"lambda": case["lam"]})), fleet_, request=Request(case["input"], 4), hits=hits
+    )
+    assert {name: cost[0] for name, cost in decision.costs.items()} == pytest.approx(case["scores"])
+
+
+@pytest.mark.parametrize(
+    "bad", [Load(math.nan), Load(-1), Load(math.inf), Load(0, usage=math.nan), Load(0, usage=-0.5)]
+)
+@pytest.mark.parametrize("scorer", ["car", "least_waiting"])
+def test_illegal_loads_never_win(bad: Load, scorer: str) -> None:
+    """Whatever a load source says: the instance is no candidate, and the others' costs are as without it."""
+
+    class Source:
+        def get(self, name: str, now: float, rank: int | None = None) -> Load:
+            return bad if name == "a" else Load({"b": 4, "c": 2}[name], usage=0.1)
+
+    inflight = InFlight()
+    decision = Router(build(scorer)).route(Request(64, 16), fleet("a b c"), None, Source(), inflight, 1.0)
+    assert decision.destinations == (address("c"), address("b"))
+    assert decision.excluded == {"a": "no_load"}
+    without = Router(build(scorer)).route(Request(64, 16), fleet("b c"), None, Source(), inflight, 1.0)
+    assert decision.costs == without.costs
 
 
 def test_ranks_as_candidates() -> None:
