@@ -244,7 +244,7 @@ class Server:
             return web.json_response(api.full_answer(job, choices, self._usage(job, sequences, choices)))
         finally:
             rank.abort(sequences)
-            self._remember(job, rank, sequences, choices)
+            self._remember(request, job, rank, sequences, choices)
 
     async def _stream(
         self,
@@ -311,10 +311,15 @@ class Server:
         self._next_rank = (self._next_rank + 1) % count
         return min(order, key=lambda rank: rank.pressure)
 
-    def _remember(self, job: Job, rank: Rank, sequences: list[Request], choices: list[Choice]) -> None:
+    def _remember(
+        self, request: web.Request, job: Job, rank: Rank, sequences: list[Request], choices: list[Choice]
+    ) -> None:
         self._served.append(
             {
                 "id": job.identity,
+                "headers": {
+                    name.lower(): value for name, value in request.headers.items() if name.lower().startswith("x-")
+                },
                 "rank": rank.publisher.rank,
                 "prompt_tokens": [len(prompt) for prompt in job.prompts],
                 "cached_tokens": [request.cached_tokens for request in sequences],

@@ -32,19 +32,23 @@ def kvcar_config(
     admin: str = "127.0.0.1:0",
     scorer: Mapping[str, Any] | str = "car",
     listen: Mapping[str, Any] = MappingProxyType({}),
+    pool: Mapping[str, Any] = MappingProxyType({}),
+    instance: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     **changes: Any,
 ) -> dict[str, Any]:
-    """kvcar's configuration for these engines, as plain data. `changes` replace top-level keys, `listen` adds to it."""
+    """kvcar's configuration for these engines, as plain data. `listen` and `pool` add to their parts, `instance` (by
+    engine name) to the engines' entries; `changes` replace top-level keys."""
     instances = [
         {
             "name": engine.name,
             "address": engine.address,
             "events": engine.events_endpoint,
             **({"replay": engine.replay_endpoint} if engine.replay_endpoint else {}),
+            **instance.get(engine.name, {}),
         }
         for engine in engines
     ]
-    pool = {
+    whole = {
         "name": "demo",
         "models": ["demo"],
         "tokenizer": str(TOKENIZER),
@@ -52,12 +56,13 @@ def kvcar_config(
         "dialect": "vllm",
         "scorer": scorer,
         "instances": instances,
+        **pool,
     }
     return {
         # Envoy is stopped first, so nobody needs the time to notice that kvcar is going.
         "listen": {"address": ext_proc, "drain_wait_ms": 0, **listen},
         "admin": {"address": admin},
-        "pools": [pool],
+        "pools": [whole],
         **changes,
     }
 
@@ -67,7 +72,7 @@ class Stack:
 
     engine_options   flags of the emulator, for all engines
     scorer           name, or mapping with parameters, as in kvcar's configuration
-    config           replaces top-level keys of kvcar's configuration
+    config           replaces top-level keys of kvcar's configuration; "listen", "pool" and "instance" as kvcar_config's
     envoy            replaces fields of EnvoyOptions
     """
 
