@@ -143,7 +143,13 @@ class Stack:
 
     def settle(self, engines: Sequence[EmulatorProcess] | None = None) -> None:
         """Until kvcar has applied everything that the (running) engines have published. Raises NotReady."""
-        chosen = [engine for engine in (self.engines if engines is None else engines) if engine.running]
+        roles = self._config.get("instance", {})
+        chosen = [
+            engine
+            for engine in (self.engines if engines is None else engines)
+            # kvcar does not follow decode instances: what they hold is no reusable prefix
+            if engine.running and roles.get(engine.name, {}).get("role") != "decode"
+        ]
         published = _published(chosen)
 
         def applied() -> bool:
