@@ -98,7 +98,7 @@ class PrefixIndex:
 
     Costs, on one core: `find` about 25 ns a block where a chain was stored in one go, 100 ns where it was pieced
     together, 0.3 us when nobody has the first block, and 30 ns for each view in the answer. Memory: about 90 bytes a
-    (stream, block), and about 150 more for each distinct block.
+    (stream, block), and about 120 more for each distinct block.
     """
 
     def __init__(
@@ -268,11 +268,6 @@ class StreamView:
         return f"<StreamView {self.name}{' closed' if self.closed else ''}>"
 
     # ---- figures ------------------------------------------------------------------------------------------------
-
-    @property
-    def block_size(self) -> int | None:
-        """Tokens per block of the index; None while no stored event has told it."""
-        return self._index.block_size
 
     @property
     def blocks(self) -> TierBlocks:
