@@ -9,10 +9,11 @@ from typing import Any
 
 from extproc import normalize
 from extproc.normalize import BILLING_HEADER
-from extproc.reasons import Reason, Refused, bad
+from extproc.reasons import bad
 from extproc.requests import ChatRequest, Request, common, forwarded_ids, template_kwargs, thinking, without_unset
 
 Message = dict[str, Any]
+IMAGE: Message = {"type": "image_url", "image_url": {}}  # what an image is never matters: it ends what is comparable
 IGNORED = ("redacted_thinking", "tool_reference")
 CHANGES = ("tool_addition", "tool_removal")
 
@@ -118,7 +119,7 @@ def _from_blocks(role: str, blocks: list[Any], messages: list[Message]) -> Messa
                 content = block.get("content")
                 parts.append({"type": "text", "text": f"Tool result: {content if content else ''}"})
         elif kind == "image":
-            raise Refused(Reason.MULTIMODAL, "image")
+            parts.append(IMAGE)
         elif kind not in IGNORED:
             raise bad("unknown type of a block")
     if thoughts:
@@ -126,7 +127,7 @@ def _from_blocks(role: str, blocks: list[Any], messages: list[Message]) -> Messa
     if calls:
         made["tool_calls"] = calls
     if parts:
-        made["content"] = parts[0]["text"] if len(parts) == 1 else parts
+        made["content"] = parts[0]["text"] if len(parts) == 1 and parts[0] is not IMAGE else parts
     return made
 
 
@@ -143,6 +144,7 @@ def _tool_results(block: Mapping[str, Any]) -> Iterable[Message]:
     call = {"role": "tool", "tool_call_id": block.get("tool_use_id") or ""}
     texts: list[str] = []
     references: list[Message] = []
+    images: list[Message] = []
     if isinstance(content, str):
         texts.append(content)
     for item in content if isinstance(content, list) else ():
@@ -153,10 +155,12 @@ def _tool_results(block: Mapping[str, Any]) -> Iterable[Message]:
                 raise bad("text of a tool result must be a string")
             texts.append(text)
         elif kind == "image":
-            raise Refused(Reason.MULTIMODAL, "image")
+            images.append(IMAGE)
         elif kind == "tool_reference" and (item.get("tool_name") or item.get("name")):
             references.append({"type": "tool_reference", "name": item.get("tool_name") or item.get("name")})
     yield {**call, "content": "\n".join(texts)}
+    if images:
+        yield {"role": "user", "content": images}
     if references:
         yield {**call, "content": references}
 

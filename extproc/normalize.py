@@ -136,6 +136,22 @@ def refuse_media(part: Mapping[str, Any]) -> None:
         raise Refused(Reason.MULTIMODAL, "media part")
 
 
+def with_marks(messages: Sequence[Any], mark: str) -> list[Any]:
+    """The messages with `mark` as the whole content of those that hold media. Others are the same objects."""
+    return [{**message, "content": mark} if _holds_media(message) else message for message in messages]
+
+
+def _holds_media(message: object) -> bool:
+    content = message.get("content") if isinstance(message, dict) else None
+    try:
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict):
+                refuse_media(part)
+    except Refused:
+        return True
+    return False
+
+
 def _without_billing_header(content: object) -> object:
     if isinstance(content, str):
         content = [content] if content.startswith(BILLING_HEADER) else content

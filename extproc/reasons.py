@@ -23,7 +23,7 @@ class Reason(StrEnum):
     RENDERER = "renderer"  # the engine renders this model's chats without a Jinja template
     TEMPLATE = "template"  # the request brings its own template or reserved template variables
     TEMPLATE_ERROR = "template_error"  # the template refused the conversation
-    MULTIMODAL = "multimodal"  # images, audio, video
+    MULTIMODAL = "multimodal"  # images, audio, video, and too little text before them to compare
     EMBEDS = "embeds"  # prompt embeddings
     BATCH = "batch"  # several prompts in one request
     HISTORY = "history"  # the engine adds turns or tools that only it holds

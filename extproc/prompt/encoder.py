@@ -187,6 +187,18 @@ class Encoder:
             return Pieces(data, [0, len(data)], special=add_special_tokens)
         return Pieces(data, self._cutter.bounds(data))
 
+    def cut_before(self, text: str, mark: str) -> Pieces | None:
+        """The pieces of a text that are whole before `mark` first stands in it: up to the last delimiter there.
+
+        Their ids are those that the text begins with, whatever stands in place of the mark. None if there are none.
+        Raises TokenizerError for lone surrogates.
+        """
+        if not self._cutter:
+            return None
+        data = self.cut(text.partition(mark)[0]).data
+        end = self._cutter.last(data)
+        return Pieces(data[:end], self._cutter.bounds(data[:end])) if end else None
+
     async def segments(
         self, pieces: Pieces, *, add_special_tokens: bool = False, budget: float | None = None
     ) -> list[Segment]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
@@ -46,6 +47,8 @@ from kvindex.hashing import DEFAULT_SEED, content_keys, extras_bytes, pack_token
 
 log = logging.getLogger(__name__)
 
+MEDIA_MARK = f"kvcar-media-{os.urandom(12).hex()}"  # nobody outside can write it into a text
+MIN_BEFORE_MEDIA = 16  # tokens
 REMOTE_FOR = (Reason.NO_TOKENIZER, Reason.NO_TEMPLATE, Reason.RENDERER)
 ONLY_VLLM = (openai.Endpoint.RESPONSES, openai.Endpoint.MESSAGES)
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
@@ -92,6 +95,7 @@ class Prompt:
     text: str | None = field(default=None, repr=False)  # None: given as ids
     pieces: tuple[Segment, ...] | None = field(default=None, repr=False)  # whose tokens are `tokens`, if cut so
     truncated: bool = False
+    partial: bool = False  # media follow: `tokens` end before them, `count` is an estimate of all text
     reads_cache: bool = True  # False: the engine will not read its prefix cache for this request
 
     @property
@@ -245,12 +249,12 @@ class Prompter:
     async def _local(self, body: Body, model: str, adapter: str | None) -> Prompt:
         budget = self.options.timeout
         if body.size < LARGE_BODY:
-            request, text, pieces = self._prepare(body)
+            request, text, pieces, behind = self._prepare(body)
         else:
             loop = asyncio.get_running_loop()
             end = loop.time() + budget
             async with asyncio.timeout(budget):
-                request, text, pieces = await loop.run_in_executor(self._executor, self._prepare, body)
+                request, text, pieces, behind = await loop.run_in_executor(self._executor, self._prepare, body)
             budget = max(0.0, end - loop.time())
         if isinstance(request, IdsRequest):
             return self._cut(request, pack_tokens(request.ids), None, None, model, adapter)
@@ -259,6 +263,12 @@ class Prompter:
             raise Refused(Reason.NO_TOKENIZER)
         special = request.add_special_tokens
         segments = await encoder.segments(pieces, add_special_tokens=special, budget=budget)
+        if behind is not None:
+            tokens = b"".join(segment.tokens for segment in segments)
+            if len(tokens) < 4 * MIN_BEFORE_MEDIA:
+                raise Refused(Reason.MULTIMODAL, "too little text before the first media")
+            found = self._cut(request, tokens, None, tuple(segments), model, adapter)
+            return replace(found, count=found.count + behind, partial=True)
         encoder.watch(text, segments, special)
         tokens = segments[0].tokens if len(segments) == 1 else b"".join(segment.tokens for segment in segments)
         return self._cut(request, tokens, text, tuple(segments), model, adapter)
@@ -279,8 +289,9 @@ class Prompter:
     def serves(self, model: str | None) -> bool:
         return model is None or model in self._models or model in self._adapters
 
-    def _prepare(self, body: Body) -> tuple[Request, str | None, Pieces | None]:
-        """The request, and unless it gives ids, its text and the text's pieces. Callable from a thread."""
+    def _prepare(self, body: Body) -> tuple[Request, str | None, Pieces | None, int | None]:
+        """The request, and unless it gives ids, its text and the text's pieces; where media end the pieces, about how
+        many tokens of text stand behind. Callable from a thread."""
         if not self._profile.every_endpoint and body.endpoint in ONLY_VLLM:
             raise Refused(Reason.RENDERER, "how this engine renders the endpoint is not known")
         request = openai.read(body)
@@ -289,16 +300,31 @@ class Prompter:
         if isinstance(request, IdsRequest):
             if self._loaded and not normalize.is_token_ids(request.ids, self._loaded.vocabulary):
                 raise bad("token id outside the vocabulary")
-            return request, None, None
+            return request, None, None, None
         if self._encoder is None:
             raise Refused(Reason.NO_TOKENIZER)
         if isinstance(request, ChatRequest):
             if not self._profile.special_tokens:
                 request = replace(request, add_special_tokens=False, truncate=None)
-            text = self.render(request)
+            try:
+                text = self.render(request)
+            except Refused as refused:
+                if refused.unscored.reason is not Reason.MULTIMODAL:
+                    raise
+                return self._before_media(request, refused)
         else:
             text = request.text
-        return request, text, self._encoder.cut(text, request.add_special_tokens)
+        return request, text, self._encoder.cut(text, request.add_special_tokens), None
+
+    def _before_media(self, request: ChatRequest, refused: Refused) -> tuple[Request, str, Pieces, int]:
+        """The text up to the first message that holds media: blocks of it are comparable, those behind are not."""
+        if self._encoder is None or request.truncate is not None or request.add_special_tokens:
+            raise refused
+        text = self.render(replace(request, messages=normalize.with_marks(request.messages, MEDIA_MARK)))
+        pieces = self._encoder.cut_before(text, MEDIA_MARK)
+        if pieces is None:
+            raise refused
+        return request, text, pieces, (len(text) - len(pieces.data)) // 4
 
     def render(self, request: ChatRequest) -> str:
         """The text of a chat. Raises Refused."""

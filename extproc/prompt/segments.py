@@ -124,6 +124,13 @@ class Cutter:
         found.append(len(data))
         return found
 
+    def last(self, data: bytes) -> int:
+        """Where the last delimiter of a text begins, 0 if nowhere."""
+        place = 0
+        for match in self._find(data) if self._find is not None else ():
+            place = match.start()
+        return place
+
     def cut(self, text: str) -> list[str]:
         """The pieces themselves. Raises UnicodeEncodeError for lone surrogates."""
         data = text.encode()

@@ -121,6 +121,7 @@ DROP = "x-anthropic-billing-header: cch=1"
 USE = {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}
 USED = {"id": "t", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 TOOL = {"role": "tool", "tool_call_id": "t"}
+IMAGE = {"type": "image_url", "image_url": {}}
 ANTHROPIC = [
     # what, system, message, messages
     ("text", None, {"role": "user", "content": "a"}, [{"role": "user", "content": "a"}]),
@@ -146,8 +147,10 @@ ANTHROPIC = [
      [{"role": "assistant", "reasoning": "ab"}]),
     ("redacted thinking", None, {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]},
      [{"role": "assistant"}]),
-    ("image", None, {"role": "user", "content": [{"type": "image", "source": {}}]}, Reason.MULTIMODAL),
-    ("image in a result", None, {"role": "user", "content": [result([{"type": "image"}])]}, Reason.MULTIMODAL),
+    ("image", None, {"role": "user", "content": [{"type": "image", "source": {}}]},
+     [{"role": "user", "content": [IMAGE]}]),
+    ("image in a result", None, {"role": "user", "content": [result([{"type": "image"}])]},
+     [{**TOOL, "content": ""}, {"role": "user", "content": [IMAGE]}]),
     ("unknown block", None, {"role": "user", "content": [{"type": "document"}]}, Reason.BAD_REQUEST),
     ("unknown role", None, {"role": "tool", "content": "a"}, Reason.BAD_REQUEST),
     ("content null", None, {"role": "user", "content": None}, Reason.BAD_REQUEST),
