@@ -66,9 +66,9 @@ def load(
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
-    if not allow_download and ("/" not in source or source[0] in "./~") and not Path(source).expanduser().is_dir():
-        raise TokenizerError(f"tokenizer {source!r} is no directory")
     path = Path(source).expanduser()
+    if source[:1] in ("", ".", "/", "~") and not path.is_dir():
+        raise TokenizerError(f"tokenizer {source!r} is no directory")
     options = {"local_files_only": not allow_download, "trust_remote_code": trust_remote_code, "revision": revision}
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path) if path.is_dir() else source, **options)

@@ -111,7 +111,8 @@ ACCESS = """{% set n = namespace(a=1, d={'k': 2}) %}{% set n.b = 'x' %}{{ n.a }}
 
 
 def test_shortened_access_gives_what_the_sandbox_gives() -> None:
-    messages = [{"role": "user", "content": "hi", "items": "shadowed", "x": {"y": 1}}, {"role": "a", "content": "é", "x": {}}]
+    first = {"role": "user", "content": "hi", "items": "shadowed", "x": {"y": 1}}
+    messages = [first, {"role": "a", "content": "é", "x": {}}]
     expected = chat_template_utils._compile_jinja_template(ACCESS).render(messages=messages)
     template = ChatTemplate(ACCESS)
     for _ in range(2):
