@@ -52,7 +52,7 @@ class Outcome(StrEnum):
 class Content:
     """One slot of the masks and everything behind it.
 
-    Costs: `store` about 1 us a new block, hashing included, `remove` 0.5 us, both O(blocks); `clear` and `sweep` O(known
+    Costs: `store` 1 us a new block, hashing included, `remove` 0.5 us, both O(blocks); `clear` and `sweep` O(known
     hashes), 1 to 2 us each, with `pace` every 64.
     """
 
