@@ -18,7 +18,7 @@ demo: $(VENV)/.demo
 	@exec $(PY) -m examples.local.demo $(ARGS)
 
 test: $(VENV)/.test
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.test
 	@$(VENV)/bin/ruff check .

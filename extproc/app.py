@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -29,6 +30,7 @@ from extproc.openai import PATHS, Routes
 from extproc.pool import Pool
 from extproc.prompt.prompter import Options as PrompterOptions
 from extproc.prompt.prompter import Prompter
+from extproc.prompt.remote import RemoteTokenizer
 from extproc.reasons import Reason
 from extproc.router import Router
 from extproc.scorers import build as build_scorer
@@ -97,6 +99,11 @@ def prompter_options(pool: PoolConfig, config: Config) -> PrompterOptions:
         chat_template_kwargs=dict(pool.chat_template_kwargs),
         content_format=pool.content_format,
         exclude_tools_when_tool_choice_none=pool.exclude_tools_when_tool_choice_none,
+        trust_request_chat_template=pool.trust_request_chat_template,
+        renderer=pool.renderer,
+        revision=pool.tokenizer_revision,
+        incremental=pool.incremental,
+        verify_every=pool.verify_every,
         max_model_len=pool.max_model_len,
         models=pool.models,
         adapters=pool.adapters,
@@ -169,6 +176,7 @@ class App:
             ),
         )
         self.transport = EventTransport(options)
+        self._remotes: list[RemoteTokenizer] = []
         self.pools = [self._pool(pool, limits) for pool in config.pools]
         for instance in instances_of(config):
             self.fleet.upsert(instance)
@@ -208,7 +216,12 @@ class App:
             beside = Approximate(ttl=pool.approximate.ttl_ms / 1000, capacity=pool.approximate.capacity_blocks)
         shed = pool.shedding
         # A tokenizer that does not load is logged with what it costs; the pool's requests then pass unscored.
-        prompter = Prompter.load(prompter_options(pool, self.config), strict=False)
+        remote = None
+        if pool.remote_tokenizer:
+            urls = [f"http://{one.address}" for one in pool.instances]
+            remote = RemoteTokenizer(urls, api=pool.remote_tokenizer.api)
+            self._remotes.append(remote)
+        prompter = Prompter.load(prompter_options(pool, self.config), strict=False, remote=remote)
         source: LoadSource | None = None
         stale_after = pool.load.stale_after_ms / 1000
         if pool.load.source == "prometheus":
@@ -305,6 +318,9 @@ class App:
         self._admin = AdminServer(admin, host.strip("[]"), int(port))
         admin_port = await self._admin.start()
         ext_proc_port = await self._server.start()
+        # What exists by now lives as long as the process: full collections need not look at it again.
+        gc.collect()
+        gc.freeze()
         self._serving = True
         return {
             "ext_proc": f"{config.listen.address.rpartition(':')[0]}:{ext_proc_port}",
@@ -341,6 +357,8 @@ class App:
         for pool in self.pools:
             if isinstance(pool.loads, PrometheusPoller):
                 await pool.loads.close()
+        for remote in self._remotes:
+            await remote.close()
         if self._admin is not None:
             await self._admin.stop()
         await asyncio.to_thread(self.transport.stop)

@@ -182,6 +182,12 @@ class LoadConfig(_Node):
     own_delta: bool = False
 
 
+class RemoteTokenizerConfig(_Node):
+    """Ask the pool's own engines for tokens where nothing can be loaded here: network calls on the request path."""
+
+    api: Literal["render", "tokenize"] = "render"
+
+
 class Pairs(_Node):
     """Prefill/decode pairs, for pools with prefill instances."""
 
@@ -261,10 +267,16 @@ class Pool(_Node):
     adapters: tuple[str, ...] = ()
     tokenizer: str
     tokenizer_allow_download: bool = False
+    tokenizer_revision: str | None = None
+    remote_tokenizer: RemoteTokenizerConfig | None = None
+    incremental: bool = True
+    verify_every: int = Field(512, ge=0)
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     content_format: Literal["auto", "string", "openai"] = "auto"
     exclude_tools_when_tool_choice_none: bool = False
+    trust_request_chat_template: bool = False
+    renderer: Literal["auto", "jinja", "native"] = "auto"
     max_model_len: int | None = Field(None, ge=1)
     engine: Literal["vllm", "sglang", "xllm"] = "vllm"
     block_size: Annotated[int | Literal["auto"], PlainValidator(_block_size)] = "auto"
@@ -358,10 +370,20 @@ def parse(text: str, name: str = "<config>") -> Config:
         raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
     except RecursionError:
         raise ConfigError(f"{name}: not valid YAML: nested too deeply") from None
+    except ValueError as error:  # a number of thousands of digits, an impossible date
+        raise ConfigError(f"{name}: not valid YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{name}: must be a mapping with at least the key 'pools'; the file holds {_short(tree)}")
     try:
-        return Config.model_validate(_tuples(tree))
+        plain = _tuples(tree)
+    except RecursionError:
+        raise ConfigError(f"{name}: nested too deeply, or an alias (*name) inside what it stands for") from None
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{name}: a text holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
+        ) from None
+    try:
+        return Config.model_validate(plain)
     except ValidationError as error:
         # pydantic counts items with errors as missing: that a list is too short then is no mistake of its own
         found = [item for item in error.errors() if not (item["type"] == "too_short" and item["input"])]
@@ -369,11 +391,16 @@ def parse(text: str, name: str = "<config>") -> Config:
 
 
 def _tuples(value: Any) -> Any:
-    """Lists become tuples: strict mode takes no list for a tuple, and the tree has to be immutable."""
+    """Lists become tuples: strict mode takes no list for a tuple, and the tree has to be immutable.
+
+    Raises RecursionError for a tree that holds itself, UnicodeEncodeError for a lone surrogate.
+    """
+    if isinstance(value, str):
+        value.encode()
     if isinstance(value, list):
         return tuple(_tuples(item) for item in value)
     if isinstance(value, dict):
-        return {key: _tuples(item) for key, item in value.items()}
+        return {_tuples(key): _tuples(item) for key, item in value.items()}
     return value
 
 
@@ -438,6 +465,8 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a plain word", key.start_mark)
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
             seen.add(key.value)

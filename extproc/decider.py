@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from extproc.config import Headers
 from extproc.decision import Decision, Ticket
-from extproc.decisions import DecisionLog, Record
+from extproc.decisions import DecisionLog, Record, shown
 from extproc.messages import HttpRequest, Immediate, Outcome
 from extproc.metrics import Metrics
 from extproc.openai import DEFAULT_ROUTES, Routes, parse_body
@@ -100,14 +100,14 @@ class PoolDecider:
         clock = self._clock
         started = clock()
         headers = request.headers
-        record = Record(time.time(), headers.get("x-request-id", ""), request.path.partition("?")[0])
+        record = Record(time.time(), shown(headers.get("x-request-id", "")), shown(request.path.partition("?")[0]))
         body = parse_body(
             request.path, headers, request.body, method=request.method, routes=self._routes, max_bytes=self._max_body
         )
         if isinstance(body, Unscored):
             return self._pass(record, body, None, started)
         pool = self._by_model.get(body.model) if body.model is not None else self._only
-        record.model = body.model or ""
+        record.model = shown(body.model or "")
         if pool is None:
             return self._pass(record, Unscored(Reason.MODEL, "no pool serves this model name"), None, started)
         record.pool = pool.name

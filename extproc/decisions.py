@@ -9,6 +9,14 @@ from typing import Any
 
 from extproc.router import Decision
 
+SHOWN = 200
+"""Characters kept of what a client may choose freely (path, request id, model): the ring's memory is bounded."""
+
+
+def shown(text: str) -> str:
+    """At most SHOWN characters, without what JSON or a terminal cannot carry."""
+    return text[:SHOWN].encode("utf-8", "replace").decode()
+
 
 @dataclass(slots=True)
 class Record:

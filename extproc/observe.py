@@ -39,6 +39,19 @@ IN_FLIGHT: tuple[tuple[str, str, str], ...] = (
     ("uncached_tokens", "uncached_tokens", "Uncached prompt tokens of the waiting ones."),
 )
 
+TOKENIZER: tuple[tuple[str, str, str, bool], ...] = (
+    ("prompts", "prompts", "Requests turned into tokens.", True),
+    ("known_pieces", "known_pieces", "Pieces of text found in the segment cache.", True),
+    ("new_pieces", "new_pieces", "Pieces of text encoded.", True),
+    ("encoded_bytes", "encoded_bytes", "Bytes of text encoded.", True),
+    ("late", "late", "Encodings that came after their request's time budget.", True),
+    ("failed", "failed", "Texts that the tokenizer could not encode.", True),
+    ("verified", "verified", "Prompts whose pieces were compared with a whole encode.", True),
+    ("mismatches", "mismatches", "Of these, different: incremental tokenization is off from then on.", True),
+    ("segment_cache_bytes", "cache_bytes", "Size of the segment cache.", False),
+    ("chain_cache_bytes", "chain_bytes", "Size of the chain cache.", False),
+)
+
 
 def add_families(metrics: Metrics, pools: Sequence[Pool]) -> None:
     """Registers every family whose values live in the pools."""
@@ -75,6 +88,11 @@ def add_families(metrics: Metrics, pools: Sequence[Pool]) -> None:
             for one in pool.instances
         )
 
+    def tokenizer(field: str) -> Reading:
+        return lambda: (Sample((pool.name,), getattr(pool.prompter.refresh_stats(), field)) for pool in pools)
+
+    for name, field, text, counter in TOKENIZER:
+        metrics.add(Family(f"kvcar_tokenizer_{name}", text, ("pool",), tokenizer(field), counter=counter))
     for name, text, value in GAUGES:
         metrics.add(Family(f"kvcar_stream_{name}", text, STREAM, over(value)))
     for name, text in COUNTERS:

@@ -118,7 +118,7 @@ def verify(path: str | Path, *, dialect: str = "auto") -> CaptureReport:
 def read(path: str | Path) -> list[dict[str, Any]]:
     """The records of a file, with their line numbers. Raises CaptureError, OSError."""
     records: list[dict[str, Any]] = []
-    with open(path, encoding="utf-8") as lines:
+    with open(path, encoding="utf-8", errors="replace") as lines:  # what is not UTF-8 is no JSON of a capture either
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

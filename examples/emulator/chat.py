@@ -158,7 +158,7 @@ def _content(content: Any, role: str, *, parts: bool) -> Any:
         rows.append({"type": "text", "text": text, **(extra if parts else {})})
     if parts and role != "tool":
         return rows
-    return "\n".join(row["text"] for row in rows)
+    return "\n".join(row["text"] for row in rows if row["text"])  # vLLM's renderers/chat_utils.py: `if parse_res`
 
 
 def _tool_calls(calls: Any) -> list[Message] | None:

@@ -28,7 +28,7 @@ def verify(captures: tuple[Path, ...], as_json: bool, dialect: str) -> None:
         try:
             reports.append(capture.verify(path, dialect=dialect))
         except capture.CaptureError as error:
-            click.echo(f"kvcar: {path}: {error}", err=True)
+            click.echo(f"kvcar: {error}", err=True)
             raise SystemExit(2) from None
         if not as_json:
             _print(reports[-1])

@@ -42,6 +42,7 @@ NORMALISED = [
     ("absent content", [{"role": "user"}], [user("")]),
     ("text stays as it is", [user("  a\r\n ")], [user("  a\r\n ")]),
     ("text parts are joined by a newline", [user([{"type": "text", "text": "a"}, "b"])], [user("a\nb")]),
+    ("an empty part adds no line", [user([{"type": "text", "text": "a"}, {"type": "text", "text": ""}])], [user("a")]),
     (
         "input_text, refusal",
         [user([{"type": "input_text", "text": "a"}, {"type": "refusal", "refusal": "b"}])],

@@ -159,3 +159,13 @@ def test_shedding_refuses_only_while_all_are_saturated() -> None:
     assert tickets[0] is not None
     tickets[0].on_first_byte()
     assert bench.ask().immediate is None
+
+
+def test_what_clients_write_is_kept_short_and_printable() -> None:
+    """The ring holds a thousand records: a client must not fill it with megabytes, nor with half a surrogate."""
+    bench = Bench(three())
+    body = b'{"model": "' + b"m" * 100_000 + b'\\ud800", "prompt": "x"}'
+    bench.ask(body, x_request_id="r" * 5000)
+    bench.ask(b'{"model": "de\\ud800mo", "prompt": "x"}')
+    for record in bench.log.latest():
+        assert len(orjson.dumps(record.as_dict())) < 2000
