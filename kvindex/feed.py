@@ -40,12 +40,16 @@ class Lost(Exception):
 
 
 class Frame(NamedTuple):
-    """One numbered message. `batch` is there when it was decoded already (its lazy events can be read once)."""
+    """One numbered message. `batch` is there when it was decoded already (its lazy events can be read once).
+
+    lost   why it cannot be applied, where that is known: it keeps its place in the run, without its payload
+    """
 
     sequence: int
     payload: bytes
     digest: int
     batch: Batch | None = None
+    lost: str | None = None
 
     def kept(self) -> Frame:
         """The form for a buffer: lazy events are left to a second decoding."""
@@ -77,6 +81,8 @@ class Feed:
 
     def apply(self, view: View, frame: Frame) -> bool:
         """Apply one message's events in order. True when a parent was unknown. Raises Lost, CapacityExceeded."""
+        if frame.lost is not None:
+            raise Lost(frame.lost)
         batch = frame.batch or self.open(frame.payload)
         events = batch.events
         whole = isinstance(events, list)

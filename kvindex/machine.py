@@ -97,10 +97,10 @@ class Machine:
         action = RULES[self._mode][self.state][kind]
         return [] if action == "-" else ACTIONS[action](self, now, frame)
 
-    def _damaged(self, why: str, now: float) -> list[Action]:
+    def _lost(self, why: str, now: float) -> list[Action]:
         self._counts["damaged"] += 1
         self._error = why
-        return self._do(Input.DAMAGED, now)
+        return self._do(Input.LOST, now)
 
     def _failed(self, now: float, why: str) -> list[Action]:
         self._error = f"{self._what}: {why}"
@@ -244,7 +244,7 @@ class Machine:
             self._feed.apply(shadow, frame)
         except (Lost, CapacityExceeded) as error:
             shadow.close()
-            return self._damaged(f"message {frame.sequence}: {error}", now)
+            return self._lost(f"message {frame.sequence}: {error}", now)
         return self._swap(now, shadow, frame)
 
     def _arm(self, now: float, frame: Frame | None) -> list[Action]:
@@ -312,6 +312,8 @@ class Machine:
                 return self._failed(now, self._error or "")
             if self.last is None:  # pragma: no cover - for the type checker
                 break
+        if self._beyond(self.last):
+            return self._failed(now, f"it ends at {self.last}, message {self._seen} was sent")
         actions = self._cancel()
         self._forget_buffer()
         self._go_live(now)
@@ -344,6 +346,8 @@ class Machine:
                 if self._feed.apply(shadow, held):
                     raise Lost(f"message {held.sequence} names a parent that is not in it")
                 newest = held
+            if self._beyond(newest.sequence):
+                raise Lost(f"it ends at {newest.sequence}, message {self._seen} was sent")
         except (Lost, CapacityExceeded) as error:
             shadow.close()
             return self._failed(now, str(error))
@@ -382,7 +386,8 @@ class Machine:
         try:
             unknown = self._feed.apply(self.view, frame)
         except Lost as error:
-            self._counts["damaged"] += 1
+            if frame.lost is None:  # else counted as it came
+                self._counts["damaged"] += 1
             self._error = f"message {frame.sequence}: {error}"
             if error.tainted:
                 self.last = None
@@ -397,6 +402,10 @@ class Machine:
         if self.recovery is Recovery.SNAPSHOT:
             self._error = f"message {frame.sequence} names a parent that was never announced"
         return Input.UNKNOWN_PARENT
+
+    def _beyond(self, end: int | None) -> bool:
+        """Was a message above `end` sent over this connection? Lost ones count: only what brings them covers them."""
+        return self._seen is not None and end is not None and end < self._seen
 
     def _arrived(self, now: float, frame: Frame) -> None:
         self.last, self._digest = frame.sequence, frame.digest
@@ -447,6 +456,7 @@ class Machine:
         held, size = self._buffer, self._buffered
         actions = self._restart(now, None)
         self._buffer, self._buffered = held, size
+        self._seen = held[-1].sequence if held else None
         self._error = "engine restarted: it does not know the last message that was applied"
         return actions
 

@@ -63,7 +63,8 @@ class Input(_Word):
     LATE = "late"  # new on the live channel, but a replay or snapshot brought it already
     DUPLICATE = "duplicate"  # the last one seen, once more
     BEHIND = "behind"  # not above the last one seen: the engine was restarted
-    DAMAGED = "damaged"  # message lost (10.5), or the effect of one of its events
+    DAMAGED = "damaged"  # found when it was to be applied: message lost (10.5), or the effect of one of its events
+    LOST = "lost"  # the same, but there is no place where it could be waited for: its number is unknown
     RESTORE = "restore"  # snapshot recovery only: cleared, then the whole content
     # found while a frame was applied
     UNKNOWN_PARENT = "unknown parent"
@@ -183,7 +184,8 @@ ahead             | begin/fetch/fetch   | buffer    | begin/fetch/fetch     | hi
 late              | begin/fetch/fetch   | buffer    | -                     | buffer   | -       | -
 duplicate         | -                   | -         | -                     | -        | -       | -
 behind            | begin/restart/fetch | restart   | begin/restart/restart | restart  | forget  | -
-damaged           | -/ask/ask           | -         | empty/mend/ask        | hide     | -       | -
+damaged           | -/ask/ask           | -/fail/fail | empty/mend/ask      | hide     | -       | -
+lost              | -/ask/ask           | -/fail/fail | empty/mend/ask      | fail     | -       | -
 restore           | restore             | restore   | restore               | restore  | restore | -
 unknown parent    | -                   | -         | -/-/ask               | hide     | -       | -
 capacity          | -                   | -         | empty/shed/shed       | shed     | -       | -

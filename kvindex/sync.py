@@ -11,7 +11,10 @@ is; states.py what is done about it, as a table; machine.py how; feed.py what on
 
     last     sequence of the last frame applied, None = no run. 0 is a number like any other
     digest   of that frame's payload: shows whether a publisher that answers from `last` is the same process
-    seen     last sequence on the live channel of this connection; it only grows, unless the engine was restarted
+    seen     last sequence on the live channel of this connection; it only grows, unless the engine was restarted. An
+             attempt that does not reach it has failed
+    lost     a message that came damaged keeps its number and its place (Frame.lost): what would apply it goes by the
+             rules of damage, what brings it otherwise (a replay, a snapshot above it) covers it
     attempt  one replay or snapshot request with a number and a socket of its own; replies to another one are dropped
 """
 
@@ -128,29 +131,31 @@ class StreamSync(Machine):
         if frames and frames[0] != self.topic:
             return self._foreign(frames[0])
         if len(frames) != 3:
-            return self._damaged(f"message has {len(frames)} frames, not 3", now)
+            return self._lost(f"message has {len(frames)} frames, not 3", now)
         _, head, payload = frames
         if len(head) != 8:
-            return self._damaged(f"sequence has {len(head)} bytes, not 8", now)
+            return self._lost(f"sequence has {len(head)} bytes, not 8", now)
         sequence = int.from_bytes(head, "big")
         if sequence == END_MARKER:
             self._feed.count("end_marker")
             return []
-        if len(payload) > self.limits.max_message_bytes:
-            return self._damaged(f"message {sequence}: {self._too_large(payload)}", now)
+        lost = self._too_large(payload) if len(payload) > self.limits.max_message_bytes else None
         digest = xxh3_64_intdigest(payload)
         kind = self._classify(sequence, digest)
         batch = None
-        if self._mode is Recovery.SNAPSHOT and kind is not Input.DUPLICATE:
+        if self._mode is Recovery.SNAPSHOT and kind is not Input.DUPLICATE and lost is None:
             try:
                 restores, batch = self._feed.restores(self._feed.open(payload))
+                kind = Input.RESTORE if restores else kind
             except Lost as error:
-                return self._damaged(f"message {sequence}: {error}", now)
-            kind = Input.RESTORE if restores else kind
+                lost = str(error)
         if kind is not Input.NEXT:
             self._observe(kind, sequence)
         self._seen, self._seen_digest = sequence, digest
-        return self._do(kind, now, Frame(sequence, payload, digest, batch))
+        if lost is not None:
+            self._counts["damaged"] += 1
+            payload = b""
+        return self._do(kind, now, Frame(sequence, payload, digest, batch, lost))
 
     def attempt_started(self, attempt: int, now: float) -> list[Action]:
         """The request went out: the time-out runs from here."""

@@ -28,6 +28,7 @@ BLOCK = 2
 WORDS = {Tier.DEVICE: "GPU", Tier.HOST: "cpu", Tier.DISK: "STORAGE"}
 END = b"\xff" * 8
 TOPIC = b"kv"
+OVERSIZE = 40_000
 
 # Prompts that share beginnings. A block's engine hash is made of its prefix and the engine's own seed.
 PROMPTS = [
@@ -243,6 +244,7 @@ class World:
             backoff_max=4.0,
             resync_interval=20.0,
             max_buffered_bytes=6000 if self.small else 1 << 20,
+            max_message_bytes=OVERSIZE - 1,
         )
         self.ring = dice.choice((3, 8, 1000))
         self.processes = count(1)
@@ -264,6 +266,8 @@ class World:
         self.started = 0
         self.newest_told = self.engine.process  # process behind the connection we were last told of
         self.faults = Faults()
+        self.heard = -1
+        """Number of the last message that arrived over this connection, whole or not."""
         self.checked: Any = None
 
     def _engine(self, first: int = 0) -> Engine:
@@ -313,6 +317,7 @@ class World:
     def connect(self) -> None:
         self.up = True
         self.on_wire.clear()
+        self.heard = -1
         self.newest_told = self.engine.process
         self.do(self.sync.reconnected(self.now) if self.met else self.sync.connected(self.now))
         self.met = True
@@ -359,6 +364,7 @@ class World:
                 [topic, head, payload[:middle]],
                 [topic, head, payload + b"\0"],
                 [topic, head, b""],
+                [topic, head, bytes(OVERSIZE)],
                 [topic, head, self.dice.randbytes(40)],
                 [topic, head, msgpack.packb([1.0, [], 7])],
                 [topic, head, msgpack.packb([1.0, [{"type": "BlockStored", "block_hashes": [True]}], 0])],
@@ -372,7 +378,13 @@ class World:
 
     def deliver(self) -> None:
         if self.up and self.on_wire:
-            self.do(self.sync.live(self.on_wire.popleft(), self.now))
+            frames = self.on_wire.popleft()
+            numbered = len(frames) == 3 and len(frames[1]) == 8
+            if numbered and frames[0] == TOPIC and frames[1] != END:
+                self.heard = int.from_bytes(frames[1], "big")
+            running = self.answers[:1]
+            self.do(self.sync.live(frames, self.now))
+            assert numbered or not running or running != self.answers, "an attempt outlives the loss of who knows what"
 
     def answer(self) -> None:
         if not self.answers:
@@ -417,6 +429,7 @@ class World:
         """After every input; nothing is looked at again while nothing moved."""
         sync = self.sync
         now = (
+            self.heard,
             sync.state,
             sync.last,
             sync.complete,
@@ -433,6 +446,8 @@ class World:
             assert not self.view.visible
             return
         assert self.view.visible
+        assert sync.last is not None
+        assert sync.last >= self.heard, f"message {self.heard} came, and at most {sync.last} is in the view"
         message = self.seen_before[sync._digest]
         assert message.sequence == sync.last
         assert message.process >= self.newest_told, "credits a process that is known to be gone"

@@ -12,6 +12,7 @@ A trace is words; sequence numbers are decimal, blocks are letters, each the fir
     5*     ... has an event of an unknown kind           soon   a second passes
     5a'    the bytes differ from 5a                      ask    operator's resync
     r5a    the same as a reply of the attempt            r<9a   ... of the attempt before
+    5#     ... is over max_message_bytes                 cut    a live message that lacks a frame
 
 Outcome: state, last sequence, blocks credited; then `complete`, and `asked` with the start of each attempt so far.
 """
@@ -36,6 +37,7 @@ from kvindex.sync import Action, CancelReplay, StartReplay, StreamSync, SyncLimi
 
 END = b"\xff" * 8
 LETTERS = "abcdefgh"
+HUGE = 1000
 
 
 def tokens(letter: str) -> list[int]:
@@ -63,6 +65,8 @@ def payload(what: str) -> bytes:
     stamp = 2.0 if what.endswith("'") else 1.0
     if what == "x":
         return b"\xc1"
+    if what == "#":
+        return bytes(HUGE)
     events: list[Any] = []
     for part in what.rstrip("'").split(","):
         if "<" in part:
@@ -89,7 +93,12 @@ class Trace:
         dialect = DIALECTS["xllm" if recovery == "snapshot" else "vllm"](DialectOptions())
         self.view = self.index.open(walk=dialect.walk, max_blocks=max_blocks)
         self.sync = StreamSync(
-            view=self.view, dialect=dialect, recovery=Recovery(recovery), dp_rank=0, topic=b"t", limits=limits
+            view=self.view,
+            dialect=dialect,
+            recovery=Recovery(recovery),
+            dp_rank=0,
+            topic=b"t",
+            limits=limits or SyncLimits(max_message_bytes=HUGE - 1),
         )
         self.now = 100.0
         self.running: int | None = None
@@ -112,6 +121,8 @@ class Trace:
             self.do(sync.reply(self.attempt, [b"", END, b""], now))
         elif word == "fail":
             self.do(sync.attempt_failed(self.attempt, "it broke", now))
+        elif word == "cut":
+            self.do(sync.live([b"t", payload("a")], now))
         elif word == "soon":
             self.now += 1
         elif word == "wait":
@@ -239,6 +250,31 @@ ROWS = [
     ("history", "up go r0x r1b end", "live 1 b asked 0"),
     ("history", "up 2c go r0a r1x end", "live 2 c asked 0"),
     ("history", "up 1b 2? go r0a end", "backoff 1 - asked 0"),
+    # -- history: damage while an attempt runs: it counts when it brings what was lost
+    *(
+        ("history", words.replace("LOST", lost), expected)
+        for lost in ("1#", "1x", "1?")
+        for words, expected in (
+            ("up go r0ab LOST end", "backoff 0 - asked 0"),
+            ("up go r0ab LOST r1~a end", "live 1 b complete asked 0"),
+            ("up go r0ab LOST 2c end", "backoff 0 - asked 0"),
+            ("up go r0ab LOST end wait go r0ab r1~a end", "live 1 b complete asked 0,0"),
+            ("up go r0ab LOST end wait go r0ab end", "backoff 0 - asked 0,0"),
+            ("up go r0ab LOST end wait fail wait fail", "backoff 0 - asked 0,0,0"),
+            ("up go r0ab LOST end wait fail wait fail wait fail", "empty None - asked 0,0,0,0"),
+            ("up LOST go r0ab fail wait fail wait fail wait LOST fail 2c", "live 2 c asked 0,0,0,0"),
+            ("up 0a LOST go end", "empty None - asked 0"),
+            ("up 0a LOST 2c go end", "live 2 c asked 0"),
+            ("up go r0a end LOST go r0a end", "backoff 0 - asked 0,0"),
+        )
+    ),
+    ("history", "up go r0a end 1b 0#", "fetch None - asked 0,0"),
+    ("history", "up go r0a r1b end 1#", "fetch None - asked 0,0"),
+    ("history", "up go r0ab cut", "backoff 0 - asked 0"),
+    ("history", "up go r0ab cut wait go r0ab r1~a end", "live 1 b complete asked 0,0"),
+    ("history", "up cut wait cut wait cut", "empty None - asked 0,0,0"),
+    ("history", "up cut wait cut wait cut cut 3a", "live 3 a asked 0,0,0"),
+    ("history", "up go r0a end cut", "fetch 0 - asked 0,0"),
     # -- history: connection
     ("history", "up go r0a end 1b down", "offline 1 - asked 0"),
     ("history", "up go r0a end 1b down again", "fetch 1 - asked 0,1"),
@@ -280,6 +316,27 @@ ROWS = [
     ("snapshot", "up 13b<z go r12a end", "backoff None - asked 0"),
     ("snapshot", "up go r12a end 13x", "fetch None - asked 0,0"),
     ("snapshot", "up go r12a end 13x 14b go r14c end", "live 14 c complete asked 0,0"),
+    # -- snapshot: damage while an attempt runs is covered by a watermark at or above it
+    *(
+        ("snapshot", words.replace("LOST", lost), expected)
+        for lost in ("13#", "13x", "13?")
+        for words, expected in (
+            ("up LOST go r12a end", "backoff None - asked 0"),
+            ("up LOST go r12a end wait go r13b end", "live 13 b complete asked 0,0"),
+            ("up go r12a end wait LOST", "fetch 12 - asked 0,0"),
+            ("up go r12a end wait LOST go r12a end", "backoff 12 - asked 0,0"),
+            ("up go r12a end wait LOST go r13b end 14c", "live 14 bc complete asked 0,0"),
+            ("up go r12a end wait LOST 14c go r12a end", "backoff 12 - asked 0,0"),
+        )
+    ),
+    ("snapshot", "up go r13a end 13#", "live 13 a complete asked 0"),
+    ("snapshot", "up go r13a end 14b 13#", "fetch None - asked 0,0"),
+    ("snapshot", "up 13!b?", "backoff None - asked 0"),
+    ("snapshot", "up go r12a end wait 13!b?", "backoff 12 - asked 0,0"),
+    ("snapshot", "up go cut", "backoff None - asked 0"),
+    ("snapshot", "up go r12a end wait go cut", "backoff 12 - asked 0,0"),
+    ("snapshot", "up go r12a end cut", "fetch None - asked 0,0"),
+    ("snapshot", "up go r12a end 13b wait go r12a end", "live 13 ab complete asked 0,0"),
     ("snapshot", "up go r12a end down", "offline 12 - asked 0"),
     ("snapshot", "up go r12a end down again go r3b end 4c", "live 4 bc complete asked 0,0"),
     # -- snapshot: clear and stored is the whole content

@@ -69,6 +69,22 @@ def merge_with_holes(self: Any, now: float, frame: Any) -> Any:
     return StreamSync._merge(self, now, frame)
 
 
+def holes(patch: Patch) -> None:
+    """Both rules that find them."""
+    patch.setitem(machine.ACTIONS, "merge", merge_with_holes)
+    patch.setattr(StreamSync, "_beyond", lambda self, end: False)
+
+
+def forget_lost(patch: Patch) -> None:
+    """A message that came damaged while an attempt runs leaves no trace."""
+
+    def keep(self: Any, now: float, frame: Any) -> Any:
+        return [] if frame.lost or frame.payload == b"" else StreamSync._keep(self, now, frame)
+
+    patch.setitem(machine.ACTIONS, "buffer", keep)
+    patch.setattr(StreamSync, "_beyond", lambda self, end: False)
+
+
 def any_attempt(self: Any, attempt: int) -> bool:
     return self._attempt is not None
 
@@ -102,7 +118,7 @@ MUTANTS: dict[str, tuple[Recovery, bool | Faults, Callable[[Patch], None]]] = {
         action("take", no_contiguity),
     ),
     "history: the digest at `last` is not compared": (Recovery.HISTORY, True, action("take", no_digest)),
-    "history: contiguity of the buffer is not checked": (Recovery.HISTORY, True, action("merge", merge_with_holes)),
+    "history: contiguity of the buffer is not checked": (Recovery.HISTORY, True, holes),
     "history: a restart during the fetch is buffered": (
         Recovery.HISTORY,
         False,
@@ -117,6 +133,22 @@ MUTANTS: dict[str, tuple[Recovery, bool | Faults, Callable[[Patch], None]]] = {
         Recovery.HISTORY,
         False,
         cell(Recovery.HISTORY, State.LIVE, Input.DISCONNECTED, "-"),
+    ),
+    "history: a loss during the fetch is forgotten": (
+        Recovery.HISTORY,
+        Faults(damage=0.4, truncate=0.2),
+        forget_lost,
+    ),
+    "history: a loss without a number is passed over": (
+        Recovery.HISTORY,
+        Faults(damage=0.4, truncate=0.2),
+        cell(Recovery.HISTORY, State.FETCH, Input.LOST, "-"),
+    ),
+    "snapshot: a loss during the fetch is forgotten": (Recovery.SNAPSHOT, Faults(damage=0.4), forget_lost),
+    "snapshot: a loss without a number is passed over": (
+        Recovery.SNAPSHOT,
+        Faults(damage=0.4),
+        cell(Recovery.SNAPSHOT, State.FETCH, Input.LOST, "-"),
     ),
     "snapshot: messages up to the watermark are applied": (
         Recovery.SNAPSHOT,
