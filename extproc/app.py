@@ -39,6 +39,7 @@ from extproc.server import ExtProcServer, LoggingObserver, ServerOptions, TlsOpt
 from extproc.session_rules import SessionOptions
 from extproc.shedding import Shedding
 from extproc.speculative import Approximate, Speculation
+from extproc.trace_log import TraceLog
 from kvindex.directory import Directory
 from kvindex.discovery.static import rank_endpoint
 from kvindex.errors import ConfigurationError
@@ -180,6 +181,8 @@ class App:
         self.pools = [self._pool(pool, limits) for pool in config.pools]
         for instance in instances_of(config):
             self.fleet.upsert(instance)
+        trace = config.trace
+        self._trace = TraceLog(Path(trace.path), max_bytes=trace.max_bytes) if trace else None
         self.decider = PoolDecider(
             self.pools,
             self.metrics_registry,
@@ -188,6 +191,7 @@ class App:
             routes=Routes(config.paths.bases, config.paths.rewrites),
             session_headers={pool.name: pool.sessions.header for pool in config.pools if pool.sessions},
             max_body_bytes=config.limits.max_body_bytes,
+            trace=self._trace,
         )
         self._server: ExtProcServer | None = None
         self._admin: AdminServer | None = None
@@ -357,6 +361,8 @@ class App:
         for pool in self.pools:
             if isinstance(pool.loads, PrometheusPoller):
                 await pool.loads.close()
+        if self._trace is not None:
+            await asyncio.to_thread(self._trace.close)
         for remote in self._remotes:
             await remote.close()
         if self._admin is not None:
@@ -391,6 +397,8 @@ class App:
             "models": pool.models,
             "scorer": pool.scorer_name,
             "tokenizer_loaded": pool.tokenizer_loaded,
+            "speculative_blocks": pool.speculative_blocks,
+            "approximate": isinstance(pool.beside, Approximate),
             "block_size": pool.directory.block_size,
             "instances": [
                 {

@@ -135,6 +135,13 @@ class Paths(_Node):
     rewrites: dict[RequestPath, RequestPath] = Field(default_factory=dict)
 
 
+class TraceConfig(_Node):
+    """A log of decisions that `kvcar simulate` replays; holds hashes of prefixes, no text."""
+
+    path: str
+    max_bytes: int = Field(1 << 30, ge=1024)
+
+
 class Headers(_Node):
     """Names of the headers kvcar sets; a client's own copies of the first three are always removed."""
 
@@ -319,6 +326,7 @@ class Config(_Node):
     listen: Listen = Listen()
     admin: Admin = Admin()
     log: Log = Log()
+    trace: TraceConfig | None = None
     paths: Paths = Paths()
     headers: Headers = Headers()
     limits: Limits = Limits()

@@ -19,6 +19,7 @@ from extproc.openai import DEFAULT_ROUTES, Routes, parse_body
 from extproc.pool import Ask, Pool
 from extproc.reasons import Reason, Unscored
 from extproc.shedding import Refusal, priority_of
+from extproc.trace_log import TraceLog
 
 log = logging.getLogger(__name__)
 
@@ -31,16 +32,23 @@ SUBSET = ("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset")
 class Follow:
     """Follows one decided request: moves its load to the host that serves it, releases it, records the answer."""
 
-    __slots__ = ("_clock", "_metrics", "_pool", "_record", "_ticket")
+    __slots__ = ("_clock", "_metrics", "_pool", "_record", "_ticket", "_trace")
 
     def __init__(
-        self, ticket: Ticket, record: Record, pool: Pool, metrics: Metrics, clock: Callable[[], float]
+        self,
+        ticket: Ticket,
+        record: Record,
+        pool: Pool,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        trace: Callable[[int | None], None] | None,
     ) -> None:
         self._ticket = ticket
         self._record = record
         self._pool = pool
         self._metrics = metrics
         self._clock = clock
+        self._trace = trace
 
     def on_response_headers(self, status: int | None, served: str | None) -> None:
         self._record.status = status
@@ -57,10 +65,12 @@ class Follow:
     def on_usage(self, cached_tokens: int | None, prompt_tokens: int | None) -> None:
         if cached_tokens is not None:
             self._record.cached_tokens = cached_tokens
-            self._metrics.hit_tokens.labels(self._pool.name, "delivered").inc(cached_tokens)
+            self._metrics.hit(self._pool.name, "delivered", cached_tokens, prompt_tokens or 0)
 
     def close(self) -> None:
         self._ticket.close(self._clock())
+        if self._trace is not None:
+            self._trace(self._record.cached_tokens)
 
 
 class PoolDecider:
@@ -82,6 +92,7 @@ class PoolDecider:
         session_headers: Mapping[str, str] = MappingProxyType({}),
         routes: Routes = DEFAULT_ROUTES,
         max_body_bytes: int = 32 << 20,
+        trace: TraceLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pools = tuple(pools)
@@ -93,6 +104,8 @@ class PoolDecider:
         self._session_headers = session_headers
         self._routes = routes
         self._max_body = max_body_bytes
+        self._trace = trace
+        self._began = clock()
         self._clock = clock
 
     async def decide(self, request: HttpRequest) -> Outcome:
@@ -142,8 +155,10 @@ class PoolDecider:
         metrics.requests.labels(name, "scored").inc()
         metrics.decisions.labels(name, scorer, chosen.name).inc()
         metrics.prompt_tokens.labels(name).inc(prompt.count)
-        metrics.hit_tokens.labels(name, "available").inc(decision.best_available_hit)
-        metrics.hit_tokens.labels(name, "chosen").inc(decision.hit_tokens)
+        metrics.hit(name, "available", decision.best_available_hit, prompt.count)
+        metrics.hit(name, "chosen", decision.hit_tokens, prompt.count)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("request %s: %s", record.request_id, decision.explain())
         self._decisions.add(record)
         return Outcome(
             destinations=decision.destinations,
@@ -158,7 +173,20 @@ class PoolDecider:
                 "speculative_tokens": decision.speculative_tokens,
             },
             response_headers=self._explain(record.scorer, chosen.name, decision) if self._names.explain else (),
-            ticket=Follow(ticket, record, pool, metrics, clock),
+            ticket=Follow(ticket, record, pool, metrics, clock, self._traced(started, pool, decision, keys)),
+        )
+
+    def _traced(
+        self, started: float, pool: Pool, decision: Decision, keys: list[bytes]
+    ) -> Callable[[int | None], None] | None:
+        """What to call with the engine's own count when the request has ended, None while no trace is written."""
+        trace = self._trace
+        if trace is None or decision.chosen is None:
+            return None
+        seconds, name = started - self._began, decision.chosen.name
+        tokens, size, hit = decision.request.tokens, pool.directory.block_size or 0, decision.hit_tokens
+        return lambda cached: trace.add(
+            seconds, keys, tokens=tokens, block_size=size, instance=name, hit=hit, cached=cached
         )
 
     def _ask(self, pool: Pool, request: HttpRequest) -> Ask:

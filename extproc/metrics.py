@@ -19,6 +19,9 @@ STAGES = ("tokenize", "match", "score", "total")
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
+_RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+
+
 @dataclass(slots=True, frozen=True)
 class Sample:
     """One value of a family read at scrape time: label values in the family's label order."""
@@ -93,6 +96,13 @@ class Metrics:
             ["pool", "kind"],
             registry=self.registry,
         )
+        self.hit_ratio = Histogram(
+            "kvcar_hit_ratio",
+            "Cached prefix tokens of a scored request as a share of its prompt, by kind as in kvcar_hit_tokens.",
+            ["pool", "kind"],
+            buckets=_RATIOS,
+            registry=self.registry,
+        )
         self.seconds = Histogram(
             "kvcar_decision_seconds", "Time per request by stage.", ["stage"], buckets=_SECONDS, registry=self.registry
         )
@@ -109,6 +119,12 @@ class Metrics:
             registry=self.registry,
         )
         self.stage = {stage: self.seconds.labels(stage) for stage in STAGES}
+
+    def hit(self, pool: str, kind: str, tokens: int, prompt: int) -> None:
+        """One request's cached tokens of a kind: available, chosen, delivered."""
+        self.hit_tokens.labels(pool, kind).inc(tokens)
+        if prompt > 0:
+            self.hit_ratio.labels(pool, kind).observe(tokens / prompt)
 
     def add(self, family: Family) -> None:
         """Registers a family read at scrape time."""

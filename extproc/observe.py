@@ -111,6 +111,14 @@ def add_families(metrics: Metrics, pools: Sequence[Pool]) -> None:
         metrics.add(Family(f"kvcar_inflight_{name}", text, INSTANCE, in_flight(field)))
     metrics.add(
         Family(
+            "kvcar_speculative_blocks",
+            "Blocks counted by our own word: pending ones, or all of them in approximate mode.",
+            ("pool",),
+            lambda: (Sample((pool.name,), pool.speculative_blocks) for pool in pools),
+        )
+    )
+    metrics.add(
+        Family(
             "kvcar_instances",
             "Instances known.",
             ("pool",),

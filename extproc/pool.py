@@ -96,6 +96,12 @@ class Pool:
         """False: every request but those given as token ids passes unscored."""
         return self.prompter.loaded
 
+    @property
+    def speculative_blocks(self) -> int:
+        """Blocks that count by our own word and not by the engines'; never part of a stream's numbers."""
+        beside = self.beside
+        return sum(beside.blocks().values()) if isinstance(beside, Approximate) else len(beside or ())
+
     async def tokens(self, body: Body) -> Prompt | Unscored:
         """The prompt as the engine will see it, or why it cannot be known. Never raises."""
         return await self.prompter.prompt_of(body)

@@ -161,6 +161,17 @@ def read_trace(path: str | Path) -> list[TraceRequest]:
     return out
 
 
+def block_size_of(path: str | Path) -> int:
+    """Tokens a block of a trace: what kvcar's own log says in each line, else the 512 of Mooncake's traces."""
+    path = Path(path)
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+        try:
+            size = json.loads(next(lines, "{}")).get("block_size")
+        except (ValueError, AttributeError):
+            size = None  # read_trace says what is wrong with the line
+    return size if isinstance(size, int) and size > 0 else 512
+
+
 def parse_policy(text: str) -> Scorer:
     """`name` or `name:parameter=value:parameter=value` as a scorer. Raises ValueError."""
     name, *pairs = text.split(":")

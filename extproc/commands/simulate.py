@@ -43,6 +43,7 @@ import click
     show_default=True,
     help="Equal costs by a running number, or as the router does.",
 )
+@click.option("--block-size", type=int, help="Tokens a trace block; default: what the trace says, else 512.")
 @click.option("--seed", default=0, show_default=True, help="Same seed, same numbers.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write an HTML page with the curves.")
@@ -59,13 +60,15 @@ def simulate(
     host_blocks: int,
     report_interval: float,
     ties: str,
+    block_size: int | None,
     seed: int,
     as_json: bool,
     plot: Path | None,
 ) -> None:
     """Replay a trace through the real scorers against a model of the engines: hit ratio, TTFT, imbalance.
 
-    TRACE is JSON lines in the Mooncake form: timestamp (ms), input_length, output_length, hash_ids.
+    TRACE is JSON lines in the Mooncake form: timestamp (ms), input_length, output_length, hash_ids; or a log that kvcar
+    itself wrote (`trace.path` in its configuration).
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -86,6 +89,7 @@ def simulate(
     if policies is not None:
         options["policies"] = policies
     try:
+        options["block_size"] = lab.block_size_of(trace) if block_size is None else block_size
         with Progress(console=console, transient=True) as progress:
             bars: dict[str, Any] = {}
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
+from extproc import simulate
 from extproc.config import Headers
 from extproc.decider import PoolDecider
 from extproc.decisions import DecisionLog
@@ -18,6 +20,7 @@ from extproc.router import Router
 from extproc.scorers import build, with_sessions
 from extproc.shedding import Shedding
 from extproc.speculative import Approximate, Speculation
+from extproc.trace_log import TraceLog
 from tests.extproc.pool_model import engine, make_pool
 
 IDS = list(range(100, 121))
@@ -159,6 +162,33 @@ def test_shedding_refuses_only_while_all_are_saturated() -> None:
     assert tickets[0] is not None
     tickets[0].on_first_byte()
     assert bench.ask().immediate is None
+
+
+def test_the_trace_is_what_the_lab_replays(tmp_path: Path) -> None:
+    trace = TraceLog(tmp_path / "decisions.jsonl")
+    bench = Bench(three(), trace=trace)
+    for number in range(3):
+        bench.now += 1
+        outcome = bench.ask({"model": "qwen3-8b", "prompt": [*IDS, *range(number * 4)]})
+        assert outcome.ticket is not None
+        outcome.ticket.on_usage(16, 21)
+        outcome.ticket.close()
+    trace.close()
+    first, second, third = simulate.read_trace(tmp_path / "decisions.jsonl")
+    assert (first.at, first.tokens, len(first.blocks)) == (1.0, 21, 5)
+    assert third.at == 3.0
+    assert second.blocks[:5] == first.blocks == third.blocks[:5]
+    assert simulate.block_size_of(tmp_path / "decisions.jsonl") == 4
+    (result,) = simulate.simulate(tmp_path / "decisions.jsonl", engines=2, blocks=100, policies="car", block_size=4)
+    assert result.hit_ratio > 0
+
+
+def test_a_full_trace_ends_without_harm(tmp_path: Path) -> None:
+    trace = TraceLog(tmp_path / "small.jsonl", max_bytes=300)
+    for _ in range(50):
+        trace.add(1.0, [b"k" * 16], tokens=5, block_size=4, instance="a", hit=0, cached=None)
+    trace.close()
+    assert 0 < (tmp_path / "small.jsonl").stat().st_size <= 300
 
 
 def test_what_clients_write_is_kept_short_and_printable() -> None:
