@@ -74,6 +74,7 @@ class Machine:
         self._digest = 0
         self._seen: int | None = None
         self._seen_digest = 0
+        self._owed: int | None = None  # last sequence that came damaged, until an attempt or a new run covers it
         self._unbroken = True  # the connection over which `last` came, or was shown again, still stands
         self._replayed: dict[int, int] = {}
         self._attempt: _Attempt | None = None
@@ -152,7 +153,7 @@ class Machine:
         actions = self._cancel()
         self.view.visible = False
         self._forget_buffer()
-        self._seen = None
+        self._seen = self._owed = None
         self._unbroken = False
         self._error = "connection lost"
         self._mode = self.recovery
@@ -313,7 +314,7 @@ class Machine:
             if self.last is None:  # pragma: no cover - for the type checker
                 break
         if self._beyond(self.last):
-            return self._failed(now, f"it ends at {self.last}, message {self._seen} was sent")
+            return self._failed(now, f"it ends at {self.last}, and message {self._owed} is lost")
         actions = self._cancel()
         self._forget_buffer()
         self._go_live(now)
@@ -347,7 +348,7 @@ class Machine:
                     raise Lost(f"message {held.sequence} names a parent that is not in it")
                 newest = held
             if self._beyond(newest.sequence):
-                raise Lost(f"it ends at {newest.sequence}, message {self._seen} was sent")
+                raise Lost(f"it ends at {newest.sequence}, and message {self._owed} is lost")
         except (Lost, CapacityExceeded) as error:
             shadow.close()
             return self._failed(now, str(error))
@@ -389,6 +390,7 @@ class Machine:
             if frame.lost is None:  # else counted as it came
                 self._counts["damaged"] += 1
             self._error = f"message {frame.sequence}: {error}"
+            self._owed = frame.sequence
             if error.tainted:
                 self.last = None
             return Input.DAMAGED
@@ -404,8 +406,8 @@ class Machine:
         return Input.UNKNOWN_PARENT
 
     def _beyond(self, end: int | None) -> bool:
-        """Was a message above `end` sent over this connection? Lost ones count: only what brings them covers them."""
-        return self._seen is not None and end is not None and end < self._seen
+        """Did a message above `end` come damaged? Only what brings it covers it."""
+        return self._owed is not None and end is not None and end < self._owed
 
     def _arrived(self, now: float, frame: Frame) -> None:
         self.last, self._digest = frame.sequence, frame.digest
@@ -427,7 +429,7 @@ class Machine:
 
     def _go_live(self, now: float) -> None:
         self.state = State.LIVE
-        self._error = None
+        self._error = self._owed = None
         self._feed.warnings.pop("topic", None)
         self._live_since = now
         if not self._settling:
@@ -456,7 +458,7 @@ class Machine:
         held, size = self._buffer, self._buffered
         actions = self._restart(now, None)
         self._buffer, self._buffered = held, size
-        self._seen = held[-1].sequence if held else None
+        self._owed = None
         self._error = "engine restarted: it does not know the last message that was applied"
         return actions
 

@@ -11,10 +11,10 @@ is; states.py what is done about it, as a table; machine.py how; feed.py what on
 
     last     sequence of the last frame applied, None = no run. 0 is a number like any other
     digest   of that frame's payload: shows whether a publisher that answers from `last` is the same process
-    seen     last sequence on the live channel of this connection; it only grows, unless the engine was restarted. An
-             attempt that does not reach it has failed
+    seen     last sequence on the live channel of this connection; it only grows, unless the engine was restarted
     lost     a message that came damaged keeps its number and its place (Frame.lost): what would apply it goes by the
-             rules of damage, what brings it otherwise (a replay, a snapshot above it) covers it
+             rules of damage, what brings it otherwise (a replay, a snapshot above it) covers it; an attempt that
+             does not has failed
     attempt  one replay or snapshot request with a number and a socket of its own; replies to another one are dropped
 """
 
@@ -120,7 +120,7 @@ class StreamSync(Machine):
 
     def reconnected(self, now: float) -> list[Action]:
         """Up again: frames from here on come over a new connection."""
-        self._seen = None
+        self._seen = self._owed = None
         self._unbroken = False
         return self._do(Input.RECONNECTED, now)
 
@@ -154,7 +154,11 @@ class StreamSync(Machine):
         self._seen, self._seen_digest = sequence, digest
         if lost is not None:
             self._counts["damaged"] += 1
+            if kind is not Input.DUPLICATE:
+                self._owed = sequence
             payload = b""
+        elif kind is Input.BEHIND:
+            self._owed = None
         return self._do(kind, now, Frame(sequence, payload, digest, batch, lost))
 
     def attempt_started(self, attempt: int, now: float) -> list[Action]:

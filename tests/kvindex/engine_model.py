@@ -267,7 +267,7 @@ class World:
         self.newest_told = self.engine.process  # process behind the connection we were last told of
         self.faults = Faults()
         self.heard = -1
-        """Number of the last message that arrived over this connection, whole or not."""
+        """Number of the last message that arrived damaged over this connection."""
         self.checked: Any = None
 
     def _engine(self, first: int = 0) -> Engine:
@@ -380,7 +380,8 @@ class World:
         if self.up and self.on_wire:
             frames = self.on_wire.popleft()
             numbered = len(frames) == 3 and len(frames[1]) == 8
-            if numbered and frames[0] == TOPIC and frames[1] != END:
+            true = self.seen_before.get(xxh3_64_intdigest(frames[-1]))
+            if numbered and frames[0] == TOPIC and frames[1] != END and (true is None or true.harm):
                 self.heard = int.from_bytes(frames[1], "big")
             running = self.answers[:1]
             self.do(self.sync.live(frames, self.now))
@@ -447,7 +448,7 @@ class World:
             return
         assert self.view.visible
         assert sync.last is not None
-        assert sync.last >= self.heard, f"message {self.heard} came, and at most {sync.last} is in the view"
+        assert sync.last >= self.heard, f"message {self.heard} came damaged, and {sync.last} is the last in the view"
         message = self.seen_before[sync._digest]
         assert message.sequence == sync.last
         assert message.process >= self.newest_told, "credits a process that is known to be gone"

@@ -336,7 +336,6 @@ ROWS = [
     ("snapshot", "up go cut", "backoff None - asked 0"),
     ("snapshot", "up go r12a end wait go cut", "backoff 12 - asked 0,0"),
     ("snapshot", "up go r12a end cut", "fetch None - asked 0,0"),
-    ("snapshot", "up go r12a end 13b wait go r12a end", "live 13 ab complete asked 0,0"),
     ("snapshot", "up go r12a end down", "offline 12 - asked 0"),
     ("snapshot", "up go r12a end down again go r3b end 4c", "live 4 bc complete asked 0,0"),
     # -- snapshot: clear and stored is the whole content
