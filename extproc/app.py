@@ -227,13 +227,14 @@ class App:
             self._remotes.append(remote)
         prompter = Prompter.load(prompter_options(pool, self.config), strict=False, remote=remote)
         source: LoadSource | None = None
-        stale_after = pool.load.stale_after_ms / 1000
+        given = pool.load.stale_after_ms
+        stale_after = None if given is None else given / 1000
         if pool.load.source == "prometheus":
             source = PrometheusPoller(
                 interval=pool.load.interval_ms / 1000, stale_after=stale_after, clock=time.monotonic
             )
         elif pool.load.source == "heartbeat":
-            source = Heartbeats(stale_after=stale_after)
+            source = Heartbeats() if stale_after is None else Heartbeats(stale_after=stale_after)
         return Pool(
             pool.name,
             (*pool.models, *pool.adapters),
@@ -406,7 +407,7 @@ class App:
                     "address": one.address,
                     "role": one.current_role,
                     "state": str(one.state),
-                    "in_flight": getattr(pool.inflight.find(one.name), "requests", 0),
+                    "in_flight": pool.inflight.of_instance(one.name).requests,
                     "load": load._asdict() if (load := pool.loads.get(one.name, now)) is not None else None,
                 }
                 for one in pool.instances

@@ -125,6 +125,13 @@ def _path(text: str) -> str:
     return text
 
 
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")) or len(text.split("/", 3)[2]) == 0:
+        raise ValueError("must be a URL such as http://10.0.0.1:8000/metrics")
+    return text
+
+
+HttpUrl = Annotated[str, AfterValidator(_url)]
 RequestPath = Annotated[str, AfterValidator(_path)]
 
 
@@ -184,8 +191,8 @@ class LoadConfig(_Node):
 
     source: Literal["inflight", "prometheus", "heartbeat"] = "inflight"
     interval_ms: int = Field(500, ge=50, le=60_000)
-    stale_after_ms: int = Field(2000, ge=100, le=600_000)
-    path: str = "/metrics"
+    stale_after_ms: int | None = Field(None, ge=100, le=600_000)
+    path: RequestPath = "/metrics"
     own_delta: bool = False
 
 
@@ -247,7 +254,7 @@ class InstanceConfig(_Node):
     replay: str | None = None
     topic: str = ""
     bind: bool = False
-    metrics: str | None = None
+    metrics: HttpUrl | None = None
 
 
 class ScorerConfig(BaseModel):
@@ -439,7 +446,7 @@ def _line(name: str, root: yaml.Node | None, error: ErrorDetails) -> str:
         if error["type"] in ("missing", "extra_forbidden") or isinstance(error["input"], dict)
         else (f" (got {_short(error['input'])})")
     )
-    if isinstance(error["input"], BaseModel):
+    if isinstance(error["input"], BaseModel) or path.endswith("token"):
         got = ""
     return f"{name}{line}: {path + ': ' if path else ''}{message}{got}"
 

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
+from xxhash import xxh3_128_hexdigest
+
 from extproc.config import Headers
 from extproc.decision import Decision, Ticket
 from extproc.decisions import DecisionLog, Record, shown
@@ -18,12 +20,13 @@ from extproc.metrics import Metrics
 from extproc.openai import DEFAULT_ROUTES, Routes, parse_body
 from extproc.pool import Ask, Pool
 from extproc.reasons import Reason, Unscored
-from extproc.shedding import Refusal, priority_of
+from extproc.shedding import priority_of
 from extproc.trace_log import TraceLog
 
 log = logging.getLogger(__name__)
 
 DEFAULT_HEADERS = Headers()
+MAX_SESSION_KEY = 256
 
 SUBSET = ("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset")
 """Namespace and key under which a gateway limits the choice (Gateway API Inference Extension, proposal 004)."""
@@ -124,15 +127,15 @@ class PoolDecider:
         if pool is None:
             return self._pass(record, Unscored(Reason.MODEL, "no pool serves this model name"), None, started)
         record.pool = pool.name
+        ask = self._ask(pool, request)
+        refusal = pool.refuse(started, ask.priority)  # before the work that would be in vain
+        if refusal is not None:
+            return self._refuse(record, refusal, pool)
         prompt = await pool.tokens(body)
         encoded = clock()
         record.tokenize_seconds = encoded - started
         if isinstance(prompt, Unscored):
             return self._pass(record, prompt, pool, started)
-        ask = self._ask(pool, request)
-        refusal = pool.refuse(encoded, ask.priority)
-        if refusal is not None:
-            return self._refuse(record, refusal, pool)
         keys = pool.keys(prompt)
         matched = clock()
         decision = pool.route(prompt, keys, matched, ask)
@@ -195,19 +198,16 @@ class PoolDecider:
         session = self._session_headers.get(pool.name)
         return Ask(
             scorer=headers.get(names.scorer) if len(pool.routers) > 1 else None,
-            session=headers.get(session) if session is not None else None,
+            session=_session_key(headers.get(session)) if session is not None else None,
             priority=priority_of(headers.get(names.priority)) if pool.shedding is not None else 0,
             only=_subset(request.metadata),
         )
 
-    def _refuse(self, record: Record, refusal: Refusal, pool: Pool) -> Outcome:
+    def _refuse(self, record: Record, refusal: Immediate, pool: Pool) -> Outcome:
         record.reason, record.status = "shed", refusal.status
         self._decisions.add(record)
         self._metrics.requests.labels(pool.name, "shed").inc()
-        return Outcome(
-            reason="shed",
-            immediate=Immediate(refusal.status, refusal.headers, refusal.body, refusal.details),
-        )
+        return Outcome(reason="shed", immediate=refusal)
 
     @staticmethod
     def _explain(scorer: str, instance: str, decision: Decision) -> tuple[tuple[str, str], ...]:
@@ -234,6 +234,15 @@ class PoolDecider:
     def unscored(self, reason: Reason) -> None:
         """A session passed a request on without asking."""
         self._count(reason, None)
+
+
+def _session_key(given: str | None) -> str | None:
+    """A client's key, kept short: sessions are remembered by it."""
+    return (
+        given
+        if given is None or len(given) <= MAX_SESSION_KEY
+        else xxh3_128_hexdigest(given.encode("utf-8", "replace"))
+    )
 
 
 def _subset(metadata: Mapping[str, Mapping[str, object]]) -> frozenset[str] | None:

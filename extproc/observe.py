@@ -56,34 +56,40 @@ TOKENIZER: tuple[tuple[str, str, str, bool], ...] = (
 def add_families(metrics: Metrics, pools: Sequence[Pool]) -> None:
     """Registers every family whose values live in the pools."""
 
-    def reports() -> Iterator[tuple[tuple[str, ...], StreamReport]]:
-        for pool in pools:
-            for report in pool.directory.status():
-                yield (pool.name, report.instance, str(report.dp_rank)), report
+    reports: list[tuple[tuple[str, ...], StreamReport]] = []
+
+    def take_reports() -> None:
+        reports[:] = (
+            ((pool.name, report.instance, str(report.dp_rank)), report)
+            for pool in pools
+            for report in pool.directory.status()
+        )
+
+    metrics.before(take_reports)
 
     def over(value: Callable[[StreamReport], float]) -> Reading:
-        return lambda: (Sample(labels, value(report)) for labels, report in reports())
+        return lambda: (Sample(labels, value(report)) for labels, report in reports)
 
     def counted(name: str) -> Reading:
         return lambda: (
-            Sample(labels, getattr(report.status, name)) for labels, report in reports() if report.status is not None
+            Sample(labels, getattr(report.status, name)) for labels, report in reports if report.status is not None
         )
 
     def blocks() -> Iterator[Sample]:
-        for labels, report in reports():
+        for labels, report in reports:
             if report.status is not None:
                 for tier in Tier:
                     yield Sample((*labels, tier.name.lower()), report.status.blocks[tier])
 
     def skipped() -> Iterator[Sample]:
-        for labels, report in reports():
+        for labels, report in reports:
             if report.status is not None:
                 for reason, count in report.status.skipped.items():
                     yield Sample((*labels, reason), count)
 
     def in_flight(field: str) -> Reading:
         return lambda: (
-            Sample((pool.name, one.name), getattr(pool.inflight.find(one.name), field, 0))
+            Sample((pool.name, one.name), getattr(pool.inflight.of_instance(one.name), field))
             for pool in pools
             for one in pool.instances
         )

@@ -78,6 +78,7 @@ __all__ = [
 ]
 
 NOTHING: tuple[Reply, ...] = ()
+DESTINATION_KEY = "x-gateway-destination-endpoint"
 
 
 class Phase(Enum):
@@ -173,7 +174,8 @@ class Session:
         destination = ",".join(filter(None, outcome.destinations))
         if destination:
             headers = ((options.destination_header, destination), *headers)
-            metadata["envoy.lb"] = {options.destination_header: destination}
+            # The gateway reads this key whatever the header is called (override_host in `kvcar envoy-config`).
+            metadata["envoy.lb"] = {DESTINATION_KEY: destination}
         given = {name.lower() for name, _ in headers}
         return Reply(
             Kind.REQUEST_HEADERS if self._duplex_request else Kind.REQUEST_BODY,

@@ -23,7 +23,7 @@ OWN_REASONS = (
 @dataclass(slots=True, frozen=True)
 class SessionOptions:
     """
-    destination_header  header, and key in the metadata namespace envoy.lb, that carries the decision
+    destination_header  header that carries the decision, beside the metadata envoy.lb/x-gateway-destination-endpoint
     strip_headers       headers that a client must not set, besides destination_header. Envoy's mutation_rules must
                         allow every one of them, or each request counts as a rejected mutation
     paths, prefixes     paths to decide for, each also behind every prefix

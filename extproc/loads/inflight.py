@@ -18,11 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from extproc.loads.base import combine
 from extproc.scorers.base import Load
 
 _IDLE = Load(0.0, 0.0)
+
+
+class Totals(NamedTuple):
+    """Our own requests at an instance, all its ranks together."""
+
+    requests: int
+    waiting_requests: int
+    uncached_tokens: float
 
 
 class Addressed(Protocol):
@@ -182,6 +191,7 @@ class InFlight:
         self._keep = 1.0 - 1.0 / max(1.0, rate_memory)
         self._floor = rate_floor
         self._counters: dict[str, Counters] = {}
+        self._by_instance: dict[str, list[Counters]] = {}
         self.find: Callable[[str], Counters | None] = self._counters.get
         """The counters of a candidate by its name ("name" or "name/rank"), None = never charged."""
         self._incarnations: dict[str, object] = {}
@@ -207,12 +217,27 @@ class InFlight:
         counters = self._counters.get(key)
         if counters is None:
             counters = self._counters[key] = Counters(instance)
+            self._by_instance.setdefault(instance, []).append(counters)
         return counters
+
+    def of_instance(self, instance: str) -> Totals:
+        """What all candidates of an instance (itself, or its ranks) have together. O(ranks)."""
+        parts = self._by_instance.get(instance, ())
+        return Totals(
+            sum(one.requests for one in parts),
+            sum(one.waiting_requests for one in parts),
+            sum(one.uncached_tokens for one in parts),
+        )
 
     def get(self, name: str, now: float, rank: int | None = None) -> Load:
         """As a load source: waiting = without a first byte, running = the others. Always fresh."""
-        counters = self._counters.get(name if rank is None else f"{name}/{rank}")
-        return counters.load if counters is not None else _IDLE
+        if rank is not None:
+            counters = self._counters.get(f"{name}/{rank}")
+            return counters.load if counters is not None else _IDLE
+        parts = self._by_instance.get(name)
+        if not parts:
+            return _IDLE
+        return parts[0].load if len(parts) == 1 else combine(one.load for one in parts)
 
     def sent_since(self, candidate: str, at: float) -> int:
         """Unfinished requests that went to a candidate at or after `at`. O(answer)."""
@@ -233,6 +258,7 @@ class InFlight:
             was = self._incarnations.get(name)
             if name not in known or (name in self._incarnations and known[name].incarnation != was):
                 del self._counters[key]
+                self._by_instance.pop(name, None)
         self._incarnations = {name: instance.incarnation for name, instance in known.items()}
 
     def learn(self, counters: Counters, uncached: float, seconds: float) -> None:

@@ -36,6 +36,9 @@ BAD = [
     ("? [a]\n: b", ["c.yaml:1", "plain word"]),
     ("limits: {max_body_bytes: " + "9" * 5000 + "}", ["not valid YAML", "digits"]),
     (GOOD.replace("[m]", '["m\\ud800"]'), ["surrogate"]),
+    ('admin: {token: "s3cret"}\n' + GOOD, ["admin.token", "8"]),
+    (pool("load: {path: metrics}"), ["pools[0].load.path", "'/'"]),
+    (GOOD.replace("events:", "metrics: x, events:"), ["pools[0].instances[0].metrics", "URL"]),
     ("pools: []", ["c.yaml:1", "pools", "at least 1"]),
     ("{}", ["pools", "required"]),
     (GOOD + "listne: {}\n", ["c.yaml", "listne", "unknown key", "example-config"]),
@@ -78,6 +81,7 @@ def test_bad(text: str, words: list[str]) -> None:
     for word in words:
         assert word in message, message
     assert "validation error" not in message, "pydantic's own wording is not for users"
+    assert "s3cret" not in message
 
 
 def test_every_mistake_is_told_at_once() -> None:

@@ -150,6 +150,27 @@ def test_siblings_stay_together_while_a_prompt_is_pending(beside: Speculation | 
     assert bench.ask().metadata["hit_tokens"] == 0, "forgotten after its time"
 
 
+def test_ranks_as_candidates_count_for_their_instance() -> None:
+    pool = make_pool(
+        engine("engine-a", ranks=2), router=Router(build("car"), dp="target"), shedding=Shedding(queue_threshold=1)
+    )
+    bench = Bench(pool)
+    bench.ask()
+    assert pool.inflight.of_instance("engine-a").requests == 1
+    assert pool.loads.get("engine-a", bench.now).waiting == 1  # type: ignore[union-attr]
+    assert bench.ask().immediate is not None, "saturated"
+
+
+def test_a_session_key_is_kept_short() -> None:
+    router = Router(with_sessions(build("car"), mode="pin"))
+    bench = Bench(three(router=router), session_headers={"qwen": "x-session-id"})
+    first = bench.ask(x_session_id="k" * 60_000).destinations[0]
+    assert bench.ask(x_session_id="k" * 60_000).destinations[0] == first
+    record = next(bench.log.latest())
+    assert record.decision is not None
+    assert len(record.decision.request.session or "") < 300
+
+
 def test_shedding_refuses_only_while_all_are_saturated() -> None:
     bench = Bench(three(shedding=Shedding(queue_threshold=2, spare_priority=5)))
     tickets = [bench.ask().ticket for _ in range(6)]

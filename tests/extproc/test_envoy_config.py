@@ -16,6 +16,7 @@ from extproc.cli import main
 from extproc.config import load, parse
 from extproc.envoy_config import DESTINATION, BodyMode, EnvoyOptions, Part, as_dict, options_for, render
 from extproc.envoy_yaml import COMMENTS, PLACES, dump
+from extproc.session import DESTINATION_KEY
 from tests.real.harness import envoy_binary
 
 ROOT = Path(__file__).parents[2]
@@ -146,6 +147,15 @@ pools:
     with pytest.raises(ValueError, match="'c' is not configured"):
         options_for(config, pool="c")
     assert options_for(config, pool="a", engines_file="eds.yaml").engines == ()
+
+
+def test_envoy_reads_the_metadata_that_the_session_writes() -> None:
+    """Also with a renamed header: then only the header has the other name."""
+    options = EnvoyOptions(engines=ENGINES, destination_header="x-engine")
+    cluster = as_dict(options, Part.CLUSTERS)["clusters"][0]
+    policy = cluster["load_balancing_policy"]["policies"][0]["typed_extension_config"]["typed_config"]
+    (source,) = policy["override_host_sources"]
+    assert source["metadata"] == {"key": "envoy.lb", "path": [{"key": DESTINATION_KEY}]}
 
 
 BAD = {
