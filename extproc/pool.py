@@ -10,12 +10,13 @@ from types import MappingProxyType
 from extproc.decision import Decision, Hits, instance_of
 from extproc.loads.base import LoadSource
 from extproc.loads.inflight import InFlight
+from extproc.messages import Immediate
 from extproc.openai import Body
 from extproc.prompt.prompter import Prompt, Prompter
 from extproc.reasons import Unscored
 from extproc.router import Router
 from extproc.scorers.base import Request
-from extproc.shedding import Refusal, Shedding
+from extproc.shedding import Shedding
 from extproc.speculative import Approximate, Speculation
 from kvindex.directory import Directory, Match
 from kvindex.fleet import Fleet, FleetChange, Instance
@@ -121,7 +122,7 @@ class Pool:
         keys = self.keys(prompt)
         return self.directory.match(keys) if keys else None
 
-    def refuse(self, now: float, priority: int) -> Refusal | None:
+    def refuse(self, now: float, priority: int) -> Immediate | None:
         """The 429 to answer with, None = serve the request."""
         if self.shedding is None:
             return None

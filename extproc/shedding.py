@@ -6,11 +6,11 @@ shed          = every candidate has a valid fresh report, and the least saturati
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from extproc.messages import Immediate, refusal
 from extproc.scorers.base import Load
 
 
@@ -45,7 +45,7 @@ class Shedding:
         """1 or more: saturated."""
         return max(load.waiting / self.queue_threshold, load.usage / self.usage_threshold)
 
-    def refuse(self, loads: Iterable[Load | None], priority: int = 0) -> Refusal | None:
+    def refuse(self, loads: Iterable[Load | None], priority: int = 0) -> Immediate | None:
         """The answer to give instead of a decision, None = serve it. `loads`: of every candidate, None = no report."""
         if self.spare_priority is not None and priority >= self.spare_priority:
             return None
@@ -56,34 +56,14 @@ class Shedding:
             least = min(least, self.saturation(load))
         if least < 1 or math.isinf(least):
             return None
-        return Refusal(self.retry_after, f"kvcar_saturated:{least:.2f}")
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A 429 as the OpenAI API has it. `details` is for Envoy's access log (response code details)."""
-
-    retry_after: int
-    details: str
-    status: int = 429
-
-    @property
-    def headers(self) -> tuple[tuple[str, str], ...]:
-        return (
-            ("content-type", "application/json"),
-            ("retry-after", str(self.retry_after)),
-            ("x-kvcar-dropped-reason", "rejected-saturated"),
+        return refusal(
+            429,
+            f"All engines are saturated, retry after {self.retry_after} s.",
+            kind="rate_limit_error",
+            details=f"kvcar_saturated:{least:.2f}",
+            retry_after=self.retry_after,
+            headers=(("x-kvcar-dropped-reason", "rejected-saturated"),),
         )
-
-    @property
-    def body(self) -> bytes:
-        error = {
-            "message": f"All engines are saturated, retry after {self.retry_after} s.",
-            "type": "rate_limit_error",
-            "param": None,
-            "code": "rate_limit_exceeded",
-        }
-        return json.dumps({"error": error}).encode()
 
 
 def priority_of(value: str | None) -> int:

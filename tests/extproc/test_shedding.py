@@ -43,6 +43,7 @@ def test_answer() -> None:
     assert dict(refusal.headers)["retry-after"] == "7"
     error = json.loads(refusal.body)["error"]
     assert error["type"] == "rate_limit_error"
+    assert dict(refusal.headers)["x-kvcar-dropped-reason"] == "rejected-saturated"
     assert set(error) == {"message", "type", "param", "code"}
 
 
