@@ -6,27 +6,17 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
 from extproc import __version__
+from extproc.commands.common import CONFIG, fail, read_config
 from extproc.commands.query import query
 from extproc.commands.record import record
 from extproc.commands.simulate import simulate
 from extproc.commands.tokens import tokens
 from extproc.commands.verify import verify
-
-CONFIG = click.option(
-    "-c", "--config", "config_path", required=True, type=click.Path(path_type=Path), help="Configuration file (YAML)."
-)
-
-
-def fail(message: str, code: int = 2) -> NoReturn:
-    """One clear message on stderr, and an exit status that scripts can tell: 2 = your input, 1 = something else."""
-    for line in message.splitlines():
-        click.echo(f"kvcar: {line}", err=True)
-    sys.exit(code)
 
 
 class JsonLines(logging.Formatter):
@@ -51,15 +41,6 @@ def set_up_logs(level: str, form: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for noisy in ("transformers", "asyncio", "aiohttp", "grpc", "httpx", "urllib3", "huggingface_hub"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-
-
-def read_config(path: Path) -> Any:
-    from extproc import config
-
-    try:
-        return config.load(path)
-    except config.ConfigError as error:
-        fail(str(error))
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

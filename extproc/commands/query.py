@@ -7,15 +7,15 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
+from extproc.commands.common import CONFIG, fail, read_config
+
 
 @click.command()
-@click.option(
-    "-c", "--config", "config_path", required=True, type=click.Path(path_type=Path), help="Configuration file (YAML)."
-)
+@CONFIG
 @click.option("--request", "request_file", type=click.File("rb"), help="A request body (JSON); - = standard input.")
 @click.option("--tokens", default=None, help="Token ids instead, separated by commas or spaces.")
 @click.option("--model", default=None, help="Only the pool of this model; with --request it replaces the body's.")
@@ -29,22 +29,17 @@ def query(
     Asks the admin port of a running `kvcar serve` (docs/admin-api.md). Exit status 1 when it does not answer or
     refuses, 2 when the question is wrong.
     """
-    from extproc.config import ConfigError, load
-
-    try:
-        config = load(config_path)
-    except ConfigError as error:
-        _fail(str(error), 2)
+    config = read_config(config_path)
     if request_file is not None and tokens is not None:
-        _fail("--request and --tokens are two questions: give one", 2)
+        fail("--request and --tokens are two questions: give one")
     body: dict[str, Any] = {"token_ids": _ids(tokens or "")}
     if request_file is not None:
         try:
             body = json.loads(request_file.read())
         except ValueError as error:
-            _fail(f"--request: no JSON ({error})", 2)
+            fail(f"--request: no JSON ({error})")
         if not isinstance(body, dict):
-            _fail("--request: the body is no object", 2)
+            fail("--request: the body is no object")
     if model is not None:
         body["model"] = model
     answer = _ask(_url(admin or config.admin.address), config.admin.token, body)
@@ -54,23 +49,18 @@ def query(
         _print(answer)
 
 
-def _fail(message: str, code: int) -> NoReturn:
-    click.echo(f"kvcar: {message}", err=True)
-    raise SystemExit(code)
-
-
 def _ids(text: str) -> list[int]:
     words = text.replace(",", " ").split()
     wrong = next((word for word in words if not (word.isascii() and word.isdigit())), None)
     if wrong is not None:
-        _fail(f"--tokens: {wrong!r} is no token id", 2)
+        fail(f"--tokens: {wrong!r} is no token id")
     return [int(word) for word in words]
 
 
 def _url(address: str) -> str:
     host, _, port = address.rpartition(":")
     if not port.isdigit() or int(port) == 0:
-        _fail(f"the admin address {address!r} has no fixed port: give --admin ip:port", 2)
+        fail(f"the admin address {address!r} has no fixed port: give --admin ip:port")
     # a wildcard is where a server listens, not where it is
     host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
     return f"http://{host}:{port}/v1/internal/kv-cache/query"
@@ -84,13 +74,13 @@ def _ask(url: str, token: str | None, body: dict[str, Any]) -> dict[str, Any]:
         with opener.open(request, timeout=30) as answer:
             found = json.loads(answer.read())
     except urllib.error.HTTPError as error:
-        _fail(f"{url}: {error.code} {_reason(error.read())}", 1)
+        fail(f"{url}: {error.code} {_reason(error.read())}", 1)
     except OSError as error:
-        _fail(f"{url}: {getattr(error, 'reason', error)}: does kvcar run?", 1)
+        fail(f"{url}: {getattr(error, 'reason', error)}: does kvcar run?", 1)
     except ValueError:
-        _fail(f"{url}: the answer is no JSON: is it kvcar's admin port?", 1)
+        fail(f"{url}: the answer is no JSON: is it kvcar's admin port?", 1)
     if not isinstance(found, dict) or not isinstance(found.get("matches"), list):
-        _fail(f"{url}: the answer has no matches: is it kvcar's admin port?", 1)
+        fail(f"{url}: the answer has no matches: is it kvcar's admin port?", 1)
     return found
 
 

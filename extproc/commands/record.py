@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from extproc.commands.common import fail
+
 
 @click.command()
 @click.argument("output", metavar="CAPTURE.jsonl", type=click.Path(dir_okay=False, path_type=Path))
@@ -38,16 +40,11 @@ def record(output: Path, **options: Any) -> None:
     try:
         raise SystemExit(asyncio.run(_record(output, **options)))
     except FileExistsError:
-        _fail(f"{output} is there already: --force replaces it", 2)
+        fail(f"{output} is there already: --force replaces it")
     except ConfigurationError as error:
-        _fail(str(error), 2)
+        fail(str(error))
     except OSError as error:
-        _fail(str(error), 1)
-
-
-def _fail(message: str, code: int) -> None:
-    click.echo(f"kvcar: {message}", err=True)
-    raise SystemExit(code)
+        fail(str(error), 1)
 
 
 CONNECT_TIMEOUT = 10.0
@@ -129,8 +126,7 @@ async def _record(
         click.echo(line)
     click.echo(f"wrote {output}; now: kvcar verify {output}")
     if recording.error is not None:
-        click.echo(f"kvcar: {recording.error}", err=True)
-        return 1
+        fail(recording.error, 1)
     return 0
 
 

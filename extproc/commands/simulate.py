@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from extproc.commands.common import fail
+
 
 @click.command()
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
@@ -102,8 +104,7 @@ def simulate(
                 trace, engines=engines, blocks=blocks, prefill_rate=prefill_rate, seed=seed, progress=show, **options
             )
     except ValueError as error:
-        click.echo(f"kvcar: {error}", err=True)
-        raise SystemExit(2) from None
+        fail(str(error))
     if plot is not None:
         plot.write_text(lab.page(str(trace.name), results), encoding="utf-8")
         click.echo(f"wrote {plot}", err=True)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from extproc.commands.common import fail
+
 
 @click.command()
 @click.argument("captures", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
@@ -28,8 +30,7 @@ def verify(captures: tuple[Path, ...], as_json: bool, dialect: str) -> None:
         try:
             reports.append(capture.verify(path, dialect=dialect))
         except capture.CaptureError as error:
-            click.echo(f"kvcar: {error}", err=True)
-            raise SystemExit(2) from None
+            fail(str(error))
         if not as_json:
             _print(reports[-1])
     if as_json:
