@@ -44,8 +44,11 @@ class Family:
 class _Reader(Collector):
     def __init__(self) -> None:
         self.families: list[Family] = []
+        self.prepare: list[Callable[[], None]] = []
 
     def collect(self) -> Iterator[Metric]:
+        for prepare in self.prepare:
+            prepare()
         for family in self.families:
             kind = CounterMetricFamily if family.counter else GaugeMetricFamily
             metric = kind(family.name, family.help, labels=family.labels)
@@ -125,6 +128,10 @@ class Metrics:
         self.hit_tokens.labels(pool, kind).inc(tokens)
         if prompt > 0:
             self.hit_ratio.labels(pool, kind).observe(tokens / prompt)
+
+    def before(self, prepare: Callable[[], None]) -> None:
+        """Calls it once at each scrape, before any family is read: what several families share is looked up there."""
+        self._reader.prepare.append(prepare)
 
     def add(self, family: Family) -> None:
         """Registers a family read at scrape time."""
