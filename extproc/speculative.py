@@ -102,46 +102,49 @@ class Speculation:
 
 
 class Overlay:
-    """Hits of one prompt: the index's plus pending ones, also for an instance without any stream."""
+    """Hits of one prompt: the index's plus pending ones, also for an instance without any stream.
 
-    __slots__ = ("_keys", "_match", "_owner")
+    Each instance is looked up once: the router asks for its hits first, then for the speculative part of them.
+    """
+
+    __slots__ = ("_found", "_keys", "_match", "_owner")
 
     def __init__(self, owner: Speculation, match: Hits | None, keys: Sequence[Hashable]):
         self._owner, self._match, self._keys = owner, match, keys
+        self._found: dict[tuple[str, object], tuple[list[tuple[int, int, int]], list[int]]] = {}
 
     def hits(self, instance: Any, /) -> Sequence[Sequence[int]]:
-        rows = []
-        for (device, host, disk), pending in zip(self._confirmed(instance), self.speculative(instance), strict=True):
-            rows.append((device + pending, host, disk))
-        return rows
+        return self._look_up(instance)[0]
 
     def speculative(self, instance: Any, /) -> Sequence[int]:
         """Rank by rank the blocks of `hits` that no event has confirmed."""
-        return [
-            self._owner.behind(slot_of(instance, rank), self._keys, sum(blocks))
-            for rank, blocks in enumerate(self._confirmed(instance))
-        ]
+        return self._look_up(instance)[1]
 
-    def _confirmed(self, instance: Any) -> Sequence[Sequence[int]]:
-        found = self._match.hits(instance) if self._match is not None else ()
-        return found or (NOTHING,) * instance.dp_size
+    def _look_up(self, instance: Any) -> tuple[list[tuple[int, int, int]], list[int]]:
+        found = self._found.get((instance.name, instance.incarnation))
+        if found is None:
+            rows, counts = [], []
+            confirmed = self._match.hits(instance) if self._match is not None else ()
+            for rank, (device, host, disk) in enumerate(confirmed or (NOTHING,) * instance.dp_size):
+                pending = self._owner.behind(slot_of(instance, rank), self._keys, device + host + disk)
+                rows.append((device + pending, host, disk))
+                counts.append(pending)
+            found = self._found[instance.name, instance.incarnation] = rows, counts
+        return found
 
 
 class Approximate:
     """What each engine probably has, from what was sent to it; for engines without events.
 
     ttl       seconds after which a block is forgotten
-    capacity  blocks an engine keeps, unless `capacities` says otherwise (num_gpu_blocks of its metrics page)
+    capacity  blocks an engine keeps
     """
-
-    approximate = True
 
     def __init__(self, *, ttl: float = 120.0, capacity: int = 31_250):
         if ttl <= 0 or capacity < 1:
             raise ValueError(f"ttl {ttl!r} and capacity {capacity!r} have to be above 0")
         self._ttl = ttl
         self._capacity = capacity
-        self.capacities: dict[str, int] = {}
         self._sent: dict[Slot, OrderedDict[Hashable, float]] = {}
 
     def add(self, instance: Any, rank: int | None, keys: Iterable[Hashable], now: float) -> None:
@@ -150,8 +153,7 @@ class Approximate:
         for key in keys:
             sent[key] = now
             sent.move_to_end(key)
-        capacity = self.capacities.get(instance.name, self._capacity)
-        while sent and (len(sent) > capacity or next(iter(sent.values())) + self._ttl <= now):
+        while sent and (len(sent) > self._capacity or next(iter(sent.values())) + self._ttl <= now):
             sent.popitem(last=False)
 
     def over(self, match: Hits | None, keys: Sequence[Hashable], now: float) -> Guess:
@@ -175,16 +177,22 @@ class Approximate:
 class Guess:
     """Approximate hits of one prompt."""
 
-    __slots__ = ("_after", "_keys", "_sent")
+    __slots__ = ("_after", "_found", "_keys", "_sent")
 
     def __init__(self, sent: Mapping[Slot, Mapping[Hashable, float]], keys: Sequence[Hashable], after: float):
         self._sent, self._keys, self._after = sent, keys, after
+        self._found: dict[tuple[str, object], list[int]] = {}
 
     def hits(self, instance: Any, /) -> Sequence[Sequence[int]]:
         return [(count, 0, 0) for count in self.speculative(instance)]
 
     def speculative(self, instance: Any, /) -> Sequence[int]:
-        return [self._run(self._sent.get(slot_of(instance, rank))) for rank in range(instance.dp_size)]
+        of = instance.name, instance.incarnation
+        found = self._found.get(of)
+        if found is None:
+            found = [self._run(self._sent.get(slot_of(instance, rank))) for rank in range(instance.dp_size)]
+            self._found[of] = found
+        return found
 
     def _run(self, sent: Mapping[Hashable, float] | None) -> int:
         count = 0

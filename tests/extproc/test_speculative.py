@@ -163,10 +163,6 @@ def test_approximate_is_an_lru_of_what_was_sent() -> None:
     assert list(guess.over(None, "abcd", 22.0).hits(A)) == [(2, 0, 0)], "c was used longest ago"
     assert list(guess.over(None, "ab", 140.0).hits(A)) == [(0, 0, 0)], "too old"
     assert guess.blocks() == {"a": 4}
-    assert guess.approximate
-    guess.capacities["a"] = 2
-    guess.add(A, None, "pq", 22.0)
-    assert guess.blocks() == {"a": 2}
     guess.retain([replace(A, incarnation="9"), B])
     assert guess.blocks() == {}
     for options in ({"ttl": 0.0}, {"capacity": 0}):
@@ -192,3 +188,21 @@ def test_approximate_against_a_plain_model() -> None:
                 break
             wanted += 1
         assert guess.over(None, keys, now).speculative(A) == [wanted]
+
+
+def test_an_instance_is_looked_up_once_a_request() -> None:
+    """The router asks for the hits and then for their speculative part."""
+    asked: list[str] = []
+
+    class Counting(Match):
+        def hits(self, instance: Any) -> Sequence[tuple[int, int, int]]:
+            asked.append(instance.name)
+            return super().hits(instance)
+
+    speculation = Speculation()
+    speculation.add(TWO, 1, "abcd", 0.0)
+    over = speculation.over(Counting({"two": [(1, 1, 0), (2, 0, 0)]}), "abcd", 0.0)
+    assert list(over.hits(TWO)) == [(1, 1, 0), (4, 0, 0)]
+    assert over.speculative(TWO) == [0, 2]
+    assert list(over.hits(A)) == [(0, 0, 0)]
+    assert asked == ["two", "a"]
