@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from extproc.router import Decision
+from extproc.decision import Decision
 
 SHOWN = 200
 """Characters kept of what a client may choose freely (path, request id, model): the ring's memory is bounded."""

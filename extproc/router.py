@@ -1,6 +1,6 @@
 """From candidates, hits and loads to a decision. No I/O, no clock; used from one thread.
 
-    instances --role, state, exclude--> candidates --load, hits, own counters--> scorer --costs--> order --> Decision
+    instances --role, state, subset---> candidates --load, hits, own counters--> scorer --costs--> order --> Decision
 
 Equal costs (within 1e-9) rotate: of the tied, the one goes first that was least recently picked among ties, those never
 picked in name order, over the whole life of the router and while the tied set changes. Picks by cost do not count, else
@@ -26,12 +26,9 @@ from extproc.decision import (
     OwnRequests,
     Profile,
     Side,
-    Ticket,
     instance_of,
 )
 from extproc.scorers.base import Candidate, Cost, Request, Role, Scorer, Weights, hit_tokens
-
-__all__ = ["PROFILES", "Decision", "Hits", "InstanceLike", "LoadSource", "OwnRequests", "Profile", "Router", "Ticket"]
 
 log = logging.getLogger(__name__)
 
@@ -126,12 +123,11 @@ class Router:
         inflight: OwnRequests,
         now: float,
         *,
-        exclude: Collection[str] = (),
         only: Collection[str] | None = None,
     ) -> Decision:
         """One decision. `hits` None: the directory is off, all hits 0.
 
-        exclude  instance names or addresses that must not be chosen; only: addresses that may (Envoy's subset hint)
+        only  addresses that may be chosen (Envoy's subset hint), None = all
 
         Passing the same tuple of instances again saves the work on it. O(candidates log candidates).
         """
@@ -143,7 +139,7 @@ class Router:
         decision = Decision(request)
         main = decision.main
         main.excluded.update(plan.excluded)
-        maker = _Maker(self, request, hits, loads, inflight, exclude, only)
+        maker = _Maker(self, request, hits, loads, inflight, only)
         first = maker.candidates(plan.prefill, main.excluded)
         decision.best_available_hit = maker.best_hit
         if len(plan.alone) == len(plan.prefill):
@@ -245,6 +241,7 @@ class Router:
             self._failed(self.scorer, error, decision)
 
     def _arrange(self, candidates: Sequence[Candidate], costs: Sequence[Cost | None], side: Side) -> None:
+        """The lab overrides this with another rule for ties."""
         arrange(candidates, costs, side)
 
     def _failed(self, scorer: Scorer, error: Exception, decision: Decision) -> None:
@@ -306,27 +303,24 @@ class _Maker:
         hits: Hits | None,
         loads: LoadSource,
         own: OwnRequests,
-        exclude: Collection[str],
         only: Collection[str] | None,
     ):
         self.request, self.loads, self.own = request, loads, own
         self.hits = hits if request.tokens >= request.block_size > 0 and hits else None
         self.pending = getattr(self.hits, "speculative", None)
         self.own_delta, self.weights = router.own_delta, router.weights
-        self.exclude, self.only = exclude, only
+        self.only = only
         self.best_hit = 0
 
     def candidates(self, slots: Sequence[_Slot], excluded: dict[str, str]) -> list[Candidate]:
         """Candidates of the slots that are not excluded, in their order; hits never above the prompt's tokens."""
         size, tokens, now = self.request.block_size, self.request.tokens, self.request.now
         load_of, find = self.loads.get, self.own.find
-        exclude, only = self.exclude, self.only
+        only = self.only
         out = []
         for slot in slots:
             name = slot.name
-            if (exclude and (slot.key in exclude or slot.address in exclude)) or (
-                only is not None and slot.address not in only
-            ):
+            if only is not None and slot.address not in only:
                 excluded[name] = "excluded"
                 continue
             device = host = disk = 0
@@ -376,7 +370,8 @@ class _Maker:
         return out
 
     def blocks(self, of_ranks: Sequence[Sequence[int]], slot: _Slot) -> Sequence[int]:
-        """Blocks by tier of the slot's rank; for a whole instance those of its rank of lowest weighted hit (D13)."""
+        """Blocks by tier of the slot's rank; for a whole instance those of its rank of lowest weighted hit: the
+        engine's own balancer decides which of its ranks gets the request."""
         count = len(of_ranks)
         if slot.rank is not None:
             return of_ranks[slot.rank] if slot.rank < count else NO_BLOCKS

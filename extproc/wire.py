@@ -187,7 +187,7 @@ def _large_body(data: bytes) -> RequestBody | None:
     stop = start + size
     if stop > end or end - stop > 127:
         return None
-    rest = bytes((_REQUEST_BODY_TAG, end - stop)) + data[stop:end] + data[end:]
+    rest = bytes((_REQUEST_BODY_TAG, end - stop)) + data[stop:]
     try:
         request = ProcessingRequest.FromString(rest)
     except DecodeError:

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from extproc.decision import Profile
 from extproc.loads.inflight import InFlight
-from extproc.router import Profile, Router
+from extproc.router import Router
 from extproc.scorers import Candidate, Cost, Load, Request, Role, build
 from kvindex.fleet import Instance, InstanceState
 
@@ -103,26 +104,24 @@ def test_decision_says_everything() -> None:
     }
 
 
-ELIGIBLE = [  # state, role of "b", waiting of "b", exclude, only, why b is out (None = it is in)
-    ("active", "default", 0, (), None, None),
-    ("lease_lost", "default", 0, (), None, None),
-    ("suspect", "default", 0, (), None, "state"),
-    ("draining", "default", 0, (), None, "state"),
-    ("active", "decode", 0, (), None, "role"),
-    ("active", "default", None, (), None, "no_load"),
-    ("active", "default", 0, ("b",), None, "excluded"),
-    ("active", "default", 0, (address("b"),), None, "excluded"),
-    ("active", "default", 0, (), (address("a"),), "excluded"),
-    ("active", "default", 0, (), (address("b"), "10.9.9.9:1"), None),
+ELIGIBLE = [  # state, role of "b", waiting of "b", only, why b is out (None = it is in)
+    ("active", "default", 0, None, None),
+    ("lease_lost", "default", 0, None, None),
+    ("suspect", "default", 0, None, "state"),
+    ("draining", "default", 0, None, "state"),
+    ("active", "decode", 0, None, "role"),
+    ("active", "default", None, None, "no_load"),
+    ("active", "default", 0, (address("a"),), "excluded"),
+    ("active", "default", 0, (address("b"), "10.9.9.9:1"), None),
 ]
 
 
 @pytest.mark.parametrize("row", ELIGIBLE, ids=str)
 def test_who_may_be_chosen(row: tuple[Any, ...]) -> None:
-    state, role, waiting, exclude, only, why = row
+    state, role, waiting, only, why = row
     instances = (instance("a"), instance("b", role, state=InstanceState(state)))
     waits = {"a": 3.0} | ({} if waiting is None else {"b": waiting})
-    decision = route(Router(build("car")), instances, waiting=waits, exclude=exclude, only=only)
+    decision = route(Router(build("car")), instances, waiting=waits, only=only)
     assert ("b" in decision.costs) == (why is None)
     assert decision.excluded.get("b") == why
 
