@@ -37,7 +37,7 @@ def valid_load(
 
 @dataclass(slots=True)
 class ReportStatus:
-    """What is known of one instance's reports: for status pages and `doctor`.
+    """What is known of one instance's reports: for status pages.
 
     loads    by rank (None = the instance as a whole); empty after an invalid report
     at       when the last valid one was taken, None = never
@@ -52,7 +52,6 @@ class ReportStatus:
     received: int = 0
     failed: int = 0
     clamped: int = 0
-    info: Mapping[str, str] = field(default_factory=dict)
 
 
 class Reports:
@@ -72,13 +71,10 @@ class Reports:
         now: float,
         *,
         clamped: int = 0,
-        info: Mapping[str, str] | None = None,
     ) -> None:
         """Takes over one valid report, `loads` by rank (key None = no ranks told). Empty = `fail`."""
         status = self.status.setdefault(name, ReportStatus())
         status.received += 1
-        if info is not None:
-            status.info = info
         if not loads:
             self.fail(name, "the report names no load")
             return
@@ -104,11 +100,6 @@ class Reports:
         if rank is None:
             return status.whole
         return status.loads.get(rank) or (status.whole if None in status.loads else None)
-
-    def age(self, name: str, now: float) -> float | None:
-        """Seconds since the last valid report, None = there was none."""
-        status = self.status.get(name)
-        return None if status is None or status.at is None else now - status.at
 
     def retain(self, names: Iterable[str]) -> None:
         """Forgets every instance that is not named."""

@@ -1,10 +1,10 @@
-"""Loads pushed by xLLM engines: `POST` of a JSON heartbeat, used at once (kv-events.md 17.2).
+"""Loads pushed by xLLM engines: `POST` of a JSON heartbeat, used at once.
 
     {"name": "10.0.0.1:8000", "incarnation_id": "x1", "load_metrics": {"waiting_requests_num": 3,
      "gpu_cache_usage_perc": .4}, "latency_metrics": {"recent_max_ttft": 120, "recent_max_tbt": 25}}    (times in ms)
 
 or with the numbers beside `name`. It is protobuf's JSON: names in snake or camel case, numbers also as text, a zero
-left out, null for what is not set, unknown fields ignored. A heartbeat without a load is taken and changes nothing.
+left out, null for what is not set, all other fields ignored. A heartbeat without a load is taken and changes nothing.
 Numbers that must not be used (NaN, infinite, negative) make the instance no candidate until the next valid heartbeat.
 """
 
@@ -46,10 +46,10 @@ class Beat:
     fields: Mapping[str, Any]
 
 
-def parse(body: bytes, *, max_bytes: int = MAX_BYTES) -> Beat | Answer:
+def parse(body: bytes) -> Beat | Answer:
     """The heartbeat, or the 400 to answer. Never raises."""
     try:
-        fields = json.loads(body) if len(body) <= max_bytes else None
+        fields = json.loads(body) if len(body) <= MAX_BYTES else None
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
@@ -63,28 +63,13 @@ def parse(body: bytes, *, max_bytes: int = MAX_BYTES) -> Beat | Answer:
 
 
 class Heartbeats:
-    """The latest heartbeat of every instance; a load source. Pure: the HTTP server hands bodies in.
+    """The latest heartbeat of every instance; a load source. Pure: the HTTP server hands heartbeats in."""
 
-    max_bytes  a longer body is refused
-    """
-
-    def __init__(self, *, stale_after: float = DEFAULT_STALE_AFTER, max_bytes: int = MAX_BYTES):
+    def __init__(self, *, stale_after: float = DEFAULT_STALE_AFTER):
         self.reports = Reports(stale_after=stale_after)
-        self._max_bytes = max_bytes
 
     def get(self, name: str, now: float, rank: int | None = None) -> Load | None:
         return self.reports.get(name, now, rank)
-
-    def receive(self, body: bytes, incarnations: Mapping[str, str], now: float) -> Answer:
-        """Takes one heartbeat.
-
-        incarnations  by instance name, as discovery has them; "" = unknown, so any is taken
-        """
-        beat = parse(body, max_bytes=self._max_bytes)
-        if isinstance(beat, Answer):
-            return beat
-        refused = refuse(beat, incarnations.get(beat.name))
-        return refused or self.take(beat, now)
 
     def take(self, beat: Beat, now: float) -> Answer:
         """The load of a heartbeat whose sender is known."""
@@ -94,8 +79,8 @@ class Heartbeats:
             self.reports.fail(beat.name, str(error))
             return BAD_JSON._replace(detail=str(error))
         if found is not None:
-            load, clamped, facts = found
-            self.reports.put(beat.name, {None: load}, now, clamped=clamped, info=facts)
+            load, clamped = found
+            self.reports.put(beat.name, {None: load}, now, clamped=clamped)
         return OK
 
 
@@ -109,24 +94,21 @@ def refuse(beat: Beat, registered: str | None) -> Answer | None:
 
 
 _LOAD = ("waiting_requests_num", "gpu_cache_usage_perc")
-_LATENCY = ("recent_max_ttft", "recent_max_tbt")
 
 
-def _read(fields: Mapping[str, Any]) -> tuple[Load, int, dict[str, str]] | None:
-    """Load, number of clamped usages, and the recent maxima as facts; None = nothing is said. Raises InvalidReport."""
-    load, latency = _field(fields, "load_metrics"), _field(fields, "latency_metrics")
-    if not all(part is None or isinstance(part, Mapping) for part in (load, latency)):
-        raise InvalidReport("load_metrics and latency_metrics have to be objects")
+def _read(fields: Mapping[str, Any]) -> tuple[Load, int] | None:
+    """Load and number of clamped usages; None = nothing is said. Raises InvalidReport."""
+    load = _field(fields, "load_metrics")
+    if load is not None and not isinstance(load, Mapping):
+        raise InvalidReport("load_metrics has to be an object")
     if load is None:
         if all(_field(fields, key) is None for key in _LOAD):
             return None
         load = fields
         if _field(load, "waiting_requests_num") is None:
             raise InvalidReport("waiting_requests_num is missing")
-    latency = fields if latency is None else latency
     waiting, usage = (_number(load, key) for key in _LOAD)
-    facts = {key: str(_number(latency, key)) for key in _LATENCY if _field(latency, key) is not None}
-    return valid_load(waiting, None, usage), int(usage > 1), facts
+    return valid_load(waiting, None, usage), int(usage > 1)
 
 
 def _field(fields: Mapping[str, Any], name: str) -> Any:

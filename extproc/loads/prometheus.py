@@ -1,8 +1,8 @@
 """Loads scraped from the engines' own /metrics pages.
 
-    page --parse--> Scrape (loads by rank, facts) --Reports.put--> LoadSource
+    page --parse--> Scrape (loads by rank) --Reports.put--> LoadSource
 
-Only lines that begin with a name of ENGINES or FACTS are parsed: a page of 200 KB costs about 0.3 ms. Every instance is
+Only lines that begin with a name of ENGINES are parsed: a page of 200 KB costs about 0.3 ms. Every instance is
 polled by its own task, so a frozen engine delays nobody; its report goes stale.
 """
 
@@ -48,10 +48,7 @@ ENGINES: dict[str, Names] = {
 }
 """First name that is present wins. vLLM renamed gpu_cache_usage_perc to kv_cache_usage_perc."""
 
-FACTS = ("vllm:cache_config_info", "sglang:cache_config_info", "vllm:engine_sleep_state", "vllm:prompt_tokens_total")
-"""For doctor: labels of the first two, values of the others."""
-
-_WANTED = [name for names in ENGINES.values() for group in names[:3] for name in group] + list(FACTS)
+_WANTED = [name for names in ENGINES.values() for group in names[:3] for name in group]
 
 
 def _pattern(names: Iterable[str]) -> re.Pattern[str]:
@@ -80,13 +77,11 @@ class Scrape:
     engine   key of ENGINES, "" when the page is of none
     loads    by rank; key None when the engine tells no ranks
     clamped  usages above 1, taken as 1
-    facts    labels and values of FACTS, for doctor
     """
 
     engine: str = ""
     loads: dict[int | None, Load] = field(default_factory=dict)
     clamped: int = 0
-    facts: dict[str, str] = field(default_factory=dict)
 
 
 def parse(page: str) -> Scrape:
@@ -112,10 +107,6 @@ def _read(engine: str, names: Names, series: Mapping[str, list[tuple[dict[str, s
         highest = max(usage.get(rank, [0.0]))
         scrape.clamped += highest > 1
         scrape.loads[rank] = valid_load(sum(values), sum(running[rank]) if rank in running else None, highest)
-    for name in FACTS:
-        for labels, value in series.get(name, ())[:1]:
-            short = name.partition(":")[2]
-            scrape.facts |= labels if short == "cache_config_info" else {short: value}
     return scrape
 
 
@@ -204,7 +195,7 @@ class PrometheusPoller:
             try:
                 page = await self._fetch(target.url)
                 scrape = parse(page)
-                self.reports.put(target.name, scrape.loads, started, clamped=scrape.clamped, info=scrape.facts)
+                self.reports.put(target.name, scrape.loads, started, clamped=scrape.clamped)
             except InvalidReport as error:
                 self.reports.fail(target.name, str(error))
             except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import session
@@ -62,12 +62,6 @@ def with_sessions(scorer: Scorer, **parameters: object) -> session.SessionAffini
     return session.SessionAffinity(scorer, **check_parameters("session affinity", session.PARAMETERS, parameters))
 
 
-def parameters_of(name: str) -> Sequence[Parameter]:
-    """The parameter table of a built-in scorer, for documentation and configuration checks."""
-    table: Sequence[Parameter] = SCORERS[name].PARAMETERS
-    return table
-
-
 def _load(path: str, parameters: Mapping[str, object]) -> Scorer:
     module, _, attribute = path.partition(":")
     try:
@@ -98,6 +92,5 @@ __all__ = [
     "build",
     "check_parameters",
     "hit_tokens",
-    "parameters_of",
     "with_sessions",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from extproc.scorers import SCORERS, Candidate, Cost, Load, Request, Role, Scorer, build, parameters_of, with_sessions
+from extproc.scorers import SCORERS, Candidate, Cost, Load, Request, Role, Scorer, build, with_sessions
 from extproc.scorers.prefix_match import imbalanced
 from extproc.scorers.profiles import fit
 from extproc.scorers.session import rendezvous
@@ -507,7 +507,7 @@ DEFAULTS = {  # routing.md section 3
 @pytest.mark.parametrize("name", SCORERS)
 def test_parameter_tables(name: str) -> None:
     """The table's defaults are the constructor's, and both are the documented ones."""
-    table = {parameter.name: parameter.default for parameter in parameters_of(name)}
+    table = {parameter.name: parameter.default for parameter in SCORERS[name].PARAMETERS}
     if name in DEFAULTS:
         assert table == DEFAULTS[name]
     assert vars(build(name)) == vars(SCORERS[name]())
@@ -518,7 +518,7 @@ def test_every_scorer_and_parameter_is_documented() -> None:
     text = (Path(__file__).parents[2] / "extproc/README.md").read_text()
     rows = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `")}
     for name in SCORERS:
-        for parameter in parameters_of(name):
+        for parameter in SCORERS[name].PARAMETERS:
             assert f"`{parameter.name}`" in rows[name], f"{name}: {parameter.name}"
 
 
