@@ -57,7 +57,6 @@ MEDIA_PREFIXES = {"cpu_tier": Tier.HOST}
 COUNTED_KINDS = frozenset({"fullattention", "mlaattention", "sinkfullattention"})
 
 _INTS = frozenset({int})
-_BYTES = frozenset({bytes})
 _INTS_AND_BYTES = frozenset({int, bytes})
 _LARGEST_TOKEN = 2**32 - 1
 _SMALL_TOKEN = b"\0\0\0"
