@@ -75,7 +75,25 @@ class Skipped(NamedTuple):
     lost: bool = False
 
 
-Event = BlockStored | BlockRemoved | AllBlocksCleared | Skipped
+class Pooled(NamedTuple):
+    """What a pool says of one of its objects. `dialects.objects.Objects` turns it into the events above.
+
+    owner       backend and tenant
+    object_key  None = all of the owner's objects are gone
+    stored      the blocks it holds now; None = it is gone
+    tier        of the copy that is gone, None = not said
+    hashes      blocks the removal names, None = it names none
+    """
+
+    owner: tuple[str, str]
+    object_key: str | None = None
+    stored: BlockStored | None = None
+    tier: Tier | None = None
+    hashes: list[EngineHash] | None = None
+    group: int = 0
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared | Skipped | Pooled
 
 
 class Batch(NamedTuple):

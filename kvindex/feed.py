@@ -11,6 +11,7 @@ import itertools
 from typing import Any, NamedTuple, Protocol
 
 from kvindex.dialects import Dialect
+from kvindex.dialects.objects import Objects
 from kvindex.errors import DecodeError
 from kvindex.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event, Skipped
 from kvindex.index import Outcome
@@ -59,11 +60,13 @@ class Frame(NamedTuple):
 
 
 class Feed:
-    """events   applied, by type; skipped   not taken over, by reason; warnings   what needs attention, by topic"""
+    """objects  what the view holds of a pool, None where the dialect has no objects: lives and dies with the content
+    events   applied, by type; skipped   not taken over, by reason; warnings   what needs attention, by topic"""
 
     def __init__(self, dialect: Dialect, dp_rank: int) -> None:
         self.dialect = dialect
         self.dp_rank = dp_rank
+        self.objects = dialect.objects()
         self.events: dict[type, int] = {BlockStored: 0, BlockRemoved: 0, AllBlocksCleared: 0}
         self.skipped: dict[str, int] = {}
         self.warnings: dict[str, str] = {}
@@ -79,8 +82,11 @@ class Feed:
             raise Lost(f"it is of data-parallel rank {batch.dp_rank}, this stream of rank {self.dp_rank}")
         return batch
 
-    def apply(self, view: View, frame: Frame) -> bool:
-        """Apply one message's events in order. True when a parent was unknown. Raises Lost, CapacityExceeded."""
+    def apply(self, view: View, frame: Frame, objects: Objects | None) -> bool:
+        """Apply one message's events in order. True when a parent was unknown. Raises Lost, CapacityExceeded.
+
+        objects   those of `view`: of the main one `self.objects`, of a shadow `dialect.objects()` from its beginning
+        """
         if frame.lost is not None:
             raise Lost(frame.lost)
         batch = frame.batch or self.open(frame.payload)
@@ -91,6 +97,8 @@ class Feed:
                 if isinstance(event, Skipped) and event.lost:
                     self._skip(view, event)
                     raise Lost(f"{event.reason} event: {event.detail}")
+        if objects is not None:
+            events = objects.resolve(events)
         unknown = False
         counts, apply = self.events, view.apply
         try:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvindex.dialects import Dialect
+from kvindex.dialects.objects import Objects
 from kvindex.errors import CapacityExceeded
 from kvindex.feed import Feed, Frame, Lost, View
 from kvindex.states import RULES, Action, CancelReplay, Input, Recovery, StartReplay, State, SyncLimits
@@ -240,13 +241,13 @@ class Machine:
     def _restore(self, now: float, frame: Frame | None) -> list[Action]:
         """Cleared and stored in one batch: the view becomes that content, whatever was before; ends an attempt."""
         assert frame is not None
-        shadow = self.view.shadow()
+        shadow, objects = self.view.shadow(), self.dialect.objects()
         try:
-            self._feed.apply(shadow, frame)
+            self._feed.apply(shadow, frame, objects)
         except (Lost, CapacityExceeded) as error:
             shadow.close()
             return self._lost(f"message {frame.sequence}: {error}", now)
-        return self._swap(now, shadow, frame)
+        return self._swap(now, shadow, objects, frame)
 
     def _arm(self, now: float, frame: Frame | None) -> list[Action]:
         """The request is out: its time-out runs."""
@@ -336,15 +337,15 @@ class Machine:
         newest = self._attempt.snapshot
         if newest is None:
             return self._failed(now, "end marker without content")
-        shadow = self.view.shadow()
+        shadow, objects = self.view.shadow(), self.dialect.objects()
         try:
-            self._feed.apply(shadow, newest)
+            self._feed.apply(shadow, newest, objects)
             for held in self._buffer:
                 if held.sequence <= newest.sequence:
                     continue
                 if held.sequence != newest.sequence + 1:
                     raise Lost(f"it ends at {newest.sequence}, message {held.sequence} is the next")
-                if self._feed.apply(shadow, held):
+                if self._feed.apply(shadow, held, objects):
                     raise Lost(f"message {held.sequence} names a parent that is not in it")
                 newest = held
             if self._beyond(newest.sequence):
@@ -352,7 +353,7 @@ class Machine:
         except (Lost, CapacityExceeded) as error:
             shadow.close()
             return self._failed(now, str(error))
-        return self._swap(now, shadow, newest)
+        return self._swap(now, shadow, objects, newest)
 
     def _fail(self, now: float, frame: Frame | None) -> list[Action]:
         """The attempt failed: wait and try again, or, with history and often enough, go on without."""
@@ -385,7 +386,7 @@ class Machine:
         undamaged frame then, None when the view holds a part of the damaged one."""
         self._filled = True
         try:
-            unknown = self._feed.apply(self.view, frame)
+            unknown = self._feed.apply(self.view, frame, self._feed.objects)
         except Lost as error:
             if frame.lost is None:  # else counted as it came
                 self._counts["damaged"] += 1
@@ -421,6 +422,8 @@ class Machine:
             self._filled = False
             self._counts["rebuilds"] += 1
             self.view.clear()
+            if self._feed.objects is not None:
+                self._feed.objects.clear()
         self.last = None
         self.complete = False
         self._unbroken = True
@@ -441,11 +444,12 @@ class Machine:
             self._refresh_at = now + self.limits.resync_interval
         self.view.visible = True
 
-    def _swap(self, now: float, shadow: Any, newest: Frame) -> list[Action]:
+    def _swap(self, now: float, shadow: Any, objects: Objects | None, newest: Frame) -> list[Action]:
         actions = self._cancel()
         self._counts["rebuilds"] += 1
         self._filled = True
         self.view.swap(shadow)
+        self._feed.objects = objects
         self._forget_buffer()
         self._arrived(now, newest)
         self.complete = True

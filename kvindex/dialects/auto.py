@@ -10,6 +10,7 @@ from typing import Any
 
 from kvindex.dialects.base import Decoder, DialectOptions
 from kvindex.dialects.mooncake import Rfc1527, is_rfc
+from kvindex.dialects.objects import Objects
 from kvindex.events import Event
 
 
@@ -20,16 +21,15 @@ class Auto(Decoder):
         super().__init__(options)
         self._rfc = Rfc1527(self, self.options)
 
-    def reset(self) -> None:
-        super().reset()
-        self._rfc.reset()
+    def objects(self) -> Objects:
+        return Objects(self.options.max_objects)
 
     def events(self, raw: Iterable[Any]) -> list[Event]:
         found: list[Event] = []
         event = self.event
         for one in raw:
             if is_rfc(one):
-                found.extend(self._rfc.events(one))
+                found.append(self._rfc.event(one))
             else:
                 found.append(event(one))
         return found

@@ -33,6 +33,7 @@ from kvindex.dialects.fields import (
     tokens_of,
     typename,
 )
+from kvindex.dialects.objects import Objects
 from kvindex.errors import DecodeError
 from kvindex.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event, Skipped, Tier
 from kvindex.walk import Walk
@@ -84,6 +85,9 @@ class Dialect(Protocol):
     def reset(self) -> None:
         """The engine was restarted: what was learnt from its events is void."""
 
+    def objects(self) -> Objects | None:
+        """A new memory for the objects a view holds (`Pooled` events go through it); None = its events name none."""
+
 
 class Decoder:
     """Dialect of the engines. Subclasses set the class attributes, or take over one kind of event."""
@@ -105,6 +109,9 @@ class Decoder:
     def reset(self) -> None:
         self._kinds.clear()
         self._uncounted.clear()
+
+    def objects(self) -> Objects | None:
+        return None
 
     def decode(self, payload: bytes) -> Batch:
         events, dp_rank, timestamp = wire.open_batch(payload, single=self.single_events, pace=self.options.pace)

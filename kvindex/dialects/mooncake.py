@@ -1,23 +1,18 @@
 """RFC 1527 maps: the Mooncake master, Motor's Memcache and YuanRong pools, and whoever else writes them (7, 8).
 
-A pool names whole objects. `stored` for an object that is there is a refresh, not a second copy; `removed` follows the
-object, not the 64-bit hash, which two objects may share; `cleared` drops the objects of that backend and tenant. So
-objects (`object_key`) are remembered per backend, a bounded number of them. Events without `object_key` are counted
-like an engine's (D2).
+Events that name an object (`object_key`), and `cleared`, become `Pooled`: what they mean for blocks depends on what the
+view holds, see objects.py. Events without `object_key` are counted like an engine's (D2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, ClassVar
-
-from xxhash import xxh3_64_intdigest
 
 from kvindex.dialects.base import Decoder, DialectOptions
 from kvindex.dialects.fields import Malformed, Unusable, clip, hash_from_text, hashes_of, tier_of, typename
-from kvindex.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, EngineHash, Event, Skipped, Tier
+from kvindex.dialects.objects import EVERY_TIER, Objects
+from kvindex.events import Batch, BlockRemoved, BlockStored, EngineHash, Event, Pooled, Skipped, Tier
 
-EVERY_TIER = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 NAMES = {
     "stored": "stored",
     "removed": "removed",
@@ -27,33 +22,25 @@ NAMES = {
     "AllBlocksCleared": "cleared",
 }
 
-_Objects = dict[int, tuple[EngineHash, Tier]]
-
 
 class Rfc1527:
-    """Decodes the events of one publisher; one map can stand for several index events."""
+    """Decodes the events of one publisher; without a memory of their content."""
 
     def __init__(self, decoder: Decoder, options: DialectOptions) -> None:
         self._decoder = decoder
         self._options = options
-        self._backends: dict[tuple[str, str], _Objects] = {}
-        self._count = 0
 
-    def reset(self) -> None:
-        self._backends.clear()
-        self._count = 0
-
-    def events(self, raw: dict[Any, Any]) -> tuple[Event, ...]:
+    def event(self, raw: dict[Any, Any]) -> Event:
         """Never raises."""
         try:
             kind = kind_of(raw)
             if kind == "cleared":
-                return self._cleared(raw)
-            return (self._stored(raw) if kind == "stored" else self._removed(raw),)
+                return Pooled(_owner(raw))
+            return self._stored(raw) if kind == "stored" else self._removed(raw)
         except Malformed as error:
-            return (Skipped("malformed", str(error), True),)
+            return Skipped("malformed", str(error), True)
         except Unusable as error:
-            return (Skipped(error.reason, str(error)),)
+            return Skipped(error.reason, str(error))
 
     def _stored(self, raw: dict[Any, Any]) -> Event:
         get = raw.get
@@ -74,41 +61,17 @@ class Rfc1527:
         )
         if not isinstance(event, BlockStored) or not hashes:
             raise Unusable("no_hash", "event names no block")
-        if (object_key := get("object_key")) is None:
-            return event
-        owned = self._backends.setdefault(_owner(raw), {})
-        number = _object(object_key, event.tier)
-        if number in owned:
-            return event._replace(adds_copy=False)
-        if self._count >= self._options.max_objects:
-            return Skipped("capacity", f"more than max_objects {self._options.max_objects} objects", True)
-        owned[number] = (hashes[0], event.tier)
-        self._count += 1
-        return event
+        key = _object_key(raw)
+        return event if key is None else Pooled(_owner(raw), key, event)
 
     def _removed(self, raw: dict[Any, Any]) -> Event:
-        hashes = self._hashes(raw)
-        tier = self._tier(raw)
-        if (object_key := raw.get("object_key")) is None:
-            return BlockRemoved(hashes, tier, _group(raw) or 0)
-        known = self._backends.get(_owner(raw), {}).pop(_object(object_key, tier), None)
-        if known is None:
-            raise Unusable("unknown_object", "removed object was not announced")
-        self._count -= 1
-        return BlockRemoved([known[0]], tier)
-
-    def _cleared(self, raw: dict[Any, Any]) -> tuple[Event, ...]:
-        """All copies of that backend and tenant; of the whole stream where objects cannot be told apart."""
-        if not self._backends:
-            return (AllBlocksCleared(EVERY_TIER),)
-        gone = self._backends.pop(_owner(raw), {})
-        self._count -= len(gone)
-        events = []
-        for tier in EVERY_TIER:
-            hashes = [engine_hash for engine_hash, where in gone.values() if where is tier]
-            if hashes:
-                events.append(BlockRemoved(hashes, tier))
-        return tuple(events)
+        tier, group = self._tier(raw), _group(raw) or 0
+        key = _object_key(raw)
+        if key is None:
+            return BlockRemoved(self._hashes(raw), tier, group)
+        named = _first(raw, "seq_hashes", "block_hashes") is not None
+        said = raw.get("medium") is not None
+        return Pooled(_owner(raw), key, None, tier if said else None, self._hashes(raw) if named else None, group)
 
     def _tier(self, raw: dict[Any, Any]) -> Tier:
         medium = raw.get("medium")
@@ -136,22 +99,15 @@ class Mooncake(Decoder):
         super().__init__(options)
         self._rfc = Rfc1527(self, self.options)
 
-    def reset(self) -> None:
-        super().reset()
-        self._rfc.reset()
+    def objects(self) -> Objects:
+        return Objects(self.options.max_objects)
 
     def decode(self, payload: bytes) -> Batch:
         # The rank of a pool's batch is a number of its own configuration, not an engine's rank.
         return super().decode(payload)._replace(dp_rank=None)
 
-    def events(self, raw: Iterable[Any]) -> list[Event]:
-        found: list[Event] = []
-        for one in raw:
-            if is_rfc(one):
-                found.extend(self._rfc.events(one))
-            else:
-                found.append(self.event(one))
-        return found
+    def event(self, raw: Any) -> Event:
+        return self._rfc.event(raw) if is_rfc(raw) else super().event(raw)
 
 
 def is_rfc(raw: Any) -> bool:
@@ -193,7 +149,8 @@ def _owner(raw: dict[Any, Any]) -> tuple[str, str]:
     return str(raw.get("backend_id") or ""), str(raw.get("tenant_id") or "default")
 
 
-def _object(key: Any, tier: Tier) -> int:
-    if key.__class__ is not str:
+def _object_key(raw: dict[Any, Any]) -> str | None:
+    key = raw.get("object_key")
+    if key is not None and key.__class__ is not str:
         raise Malformed(f"object_key is {typename(key)}")
-    return xxh3_64_intdigest(key.encode("utf-8", "surrogatepass"), int(tier))
+    return key

@@ -51,6 +51,7 @@ class PushDecoder:
 
     def __init__(self, options: DialectOptions | None = None) -> None:
         self._dialect = Mooncake(options)
+        self._objects = self._dialect.objects()
 
     def decode(self, body: Any) -> Push:
         """Raises DecodeError for a body of the wrong shape; what is wrong with one event is `Skipped` in its place."""
@@ -94,7 +95,8 @@ class PushDecoder:
             parent = parent_of(hash_from_text(parent) if isinstance(parent, str) else parent)
         except Malformed as error:
             return [PushedEvent(dp_rank, event_id, Skipped("malformed", str(error), True))]
-        return [PushedEvent(dp_rank, event_id, one, tokens_hashes, parent) for one in self._dialect.events([flat])]
+        found = self._objects.resolve(self._dialect.events([flat]))
+        return [PushedEvent(dp_rank, event_id, one, tokens_hashes, parent) for one in found]
 
 
 def _blocks(flat: dict[str, Any]) -> tuple[int, ...]:

@@ -14,7 +14,9 @@ from kvindex.dialects.fields import MEDIA, counted_kind, tier_of
 from kvindex.dialects.pushed import Push, PushDecoder, PushedEvent
 from kvindex.errors import DecodeError
 from kvindex.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event, Skipped, Tier
-from kvindex.hashing import extras_bytes, pack_tokens, root_bytes
+from kvindex.hashing import content_keys, extras_bytes, pack_tokens, root_bytes
+from kvindex.index import PrefixIndex
+from kvindex.sync import Action, Recovery, StartReplay, StreamSync
 from kvindex.walk import Walk
 from tests.kvindex.casework import DATA
 
@@ -27,7 +29,9 @@ ENGINES = ["vllm", "sglang", "xllm", "auto", "mooncake"]
 
 def decode(*events: Any, dialect: str = "auto", **options: Any) -> list[Event]:
     made = DIALECTS[dialect](DialectOptions(**options))
-    return list(made.decode(msgpack.packb([1.5, list(events), 0])).events)
+    found = made.decode(msgpack.packb([1.5, list(events), 0])).events
+    objects = made.objects()
+    return list(found if objects is None else objects.resolve(found))
 
 
 def one(event: Any, dialect: str = "auto", **options: Any) -> Event:
@@ -590,6 +594,8 @@ def copied(*hashes: Any, tier: Tier = H, adds: bool = True) -> BlockStored:
     return BlockStored(list(hashes), None, b"", 0, tier, adds_copy=adds)
 
 
+NOT_SEEN = Skipped("unknown_object", "removed object was not announced")
+
 RFC = [
     (rfc("stored", seq_hashes=[5], token_ids=None, parent_hash=None), copied(5)),
     (rfc("stored", seq_hashes=[5], medium="disk"), copied(5, tier=S)),
@@ -650,9 +656,11 @@ def test_rfc1527_skipped(raw: dict[str, Any], reason: str) -> None:
 def test_mooncake_objects() -> None:
     """Stored again is a refresh; removed follows the object, though two of them share the hash."""
     made = DIALECTS["mooncake"](DialectOptions())
+    objects = made.objects()
+    assert objects is not None
 
     def tell(*events: Any) -> list[Event]:
-        return list(made.decode(msgpack.packb([1764000000000, list(events), 9])).events)
+        return list(objects.resolve(made.decode(msgpack.packb([1764000000000, list(events), 9])).events))
 
     def put(key: str, value: int, **more: Any) -> dict[str, Any]:
         return rfc("stored", seq_hashes=[value], object_key=key, **more)
@@ -670,13 +678,137 @@ def test_mooncake_objects() -> None:
     assert tell(rfc("cleared", medium=None)) == []
     assert tell(rfc("cleared", medium=None, backend_id="10.0.0.2")) == [BlockRemoved([6], H)]
     made.reset()
-    assert tell(put("a@0", 5)) == [copied(5)]
+    assert tell(put("b", 7, tenant_id="t")) == [copied(7, adds=False)], "what was learnt, not what the view holds"
+    objects.clear()
+    assert tell(put("a@0", 5), put("b", 7, tenant_id="t")) == [copied(5), copied(7)]
+
+
+OBJECT = {"object_key": "o"}
+OBJECTS: list[tuple[str, list[Any], list[Event]]] = [
+    (
+        "all its hashes",
+        [rfc("stored", seq_hashes=[7, 8], **OBJECT), rfc("removed", seq_hashes=[7], **OBJECT)],
+        [BlockRemoved([7, 8], H)],
+    ),
+    (
+        "no medium",
+        [rfc("stored", seq_hashes=[7], **OBJECT), rfc("removed", seq_hashes=[7], medium=None, **OBJECT)],
+        [BlockRemoved([7], H)],
+    ),
+    (
+        "no medium, two tiers",
+        [
+            rfc("stored", seq_hashes=[7], **OBJECT),
+            rfc("stored", seq_hashes=[7], medium="disk", **OBJECT),
+            rfc("removed", seq_hashes=[], medium=None, **OBJECT),
+        ],
+        [BlockRemoved([7], H), BlockRemoved([7], S)],
+    ),
+    ("no hashes", [rfc("stored", seq_hashes=[7], **OBJECT), rfc("removed", **OBJECT)], [BlockRemoved([7], H)]),
+    (
+        "its group",
+        [rfc("stored", seq_hashes=[7], group_id=2, **OBJECT), rfc("removed", seq_hashes=[7], **OBJECT)],
+        [BlockRemoved([7], H, 2)],
+    ),
+    (
+        "another medium",
+        [rfc("stored", seq_hashes=[7], **OBJECT), rfc("removed", seq_hashes=[7], medium="disk", **OBJECT)],
+        [NOT_SEEN],
+    ),
+    ("unknown, no hashes", [rfc("removed", **OBJECT)], [NOT_SEEN._replace(lost=True)]),
+    ("unknown, an empty list", [rfc("removed", seq_hashes=[], **OBJECT)], [NOT_SEEN]),
+    (
+        "stored without a key",
+        [rfc("stored", seq_hashes=[7]), rfc("removed", seq_hashes=[7], **OBJECT)],
+        [BlockRemoved([7], H)],
+    ),
+    (
+        "stored without a key, removed without hashes",
+        [rfc("stored", seq_hashes=[7]), rfc("removed", seq_hashes=[], **OBJECT)],
+        [NOT_SEEN._replace(lost=True)],
+    ),
+    (
+        "other blocks",
+        [
+            rfc("stored", seq_hashes=[7], **OBJECT),
+            rfc("stored", seq_hashes=[9], **OBJECT),
+            rfc("removed", seq_hashes=[], **OBJECT),
+        ],
+        [BlockRemoved([7], H), copied(9), BlockRemoved([9], H)],
+    ),
+    (
+        "cleared, groups",
+        [rfc("stored", seq_hashes=[7, 8], group_id=2, **OBJECT), rfc("cleared", medium=None)],
+        [BlockRemoved([7, 8], H, 2)],
+    ),
+    (
+        "cleared, and blocks without a key",
+        [rfc("stored", seq_hashes=[7], **OBJECT), rfc("stored", seq_hashes=[8]), rfc("cleared", medium=None)],
+        [copied(8), AllBlocksCleared(ALL)],
+    ),
+    (
+        "an engine's clear empties the device tier",
+        [
+            rfc("stored", seq_hashes=[7], medium="gpu", **OBJECT),
+            ["AllBlocksCleared"],
+            rfc("stored", seq_hashes=[7], medium="gpu", **OBJECT),
+        ],
+        [AllBlocksCleared((D,)), copied(7, tier=D)],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "events", "expected"), OBJECTS, ids=[row[0] for row in OBJECTS])
+def test_objects(name: str, events: list[Any], expected: list[Event]) -> None:
+    """What the events after the first one come to."""
+    assert decode(*events, dialect="auto")[-len(expected) :] == expected
+
+
+@pytest.mark.parametrize("recovery", list(Recovery))
+@pytest.mark.parametrize("dialect", ["mooncake", "auto"])
+def test_objects_are_dropped_with_the_content(dialect: str, recovery: Recovery) -> None:
+    """After each way to lose the content, an object that is announced again is no refresh."""
+    index = PrefixIndex(block_size=4)
+    made = DIALECTS[dialect](DialectOptions(max_objects=1))
+    view = index.open(walk=made.walk)
+    sync = StreamSync(view=view, dialect=made, recovery=recovery, dp_rank=0, topic=b"")
+    put = msgpack.packb([1, [rfc("stored", seq_hashes=[7], token_ids=T8[:4], block_size=4, **OBJECT)], 0])
+    other = msgpack.packb([1, [rfc("stored", seq_hashes=[8], token_ids=T8[4:], block_size=4, object_key="p")], 0])
+    now = 0.0
+
+    def answer(actions: list[Action], sequence: int, body: bytes, now: float) -> None:
+        for action in actions:
+            if isinstance(action, StartReplay):
+                sync.attempt_started(action.attempt, now)
+                sync.reply(action.attempt, [b"", sequence.to_bytes(8, "big"), body], now)
+                sync.reply(action.attempt, [b"", b"\xff" * 8, b""], now)
+
+    answer(sync.connected(now), 3, put, now)
+    for sequence, body, key in ((3, put, T8[:4]), (20, other, T8[4:]), (40, put, T8[:4]), (2, other, T8[4:])):
+        now += 10
+        answer(sync.live([b"", sequence.to_bytes(8, "big"), body], now), sequence, body, now)
+        assert sync.status.synchronized, sync.status
+        assert index.find(content_keys(pack_tokens(key), 4))
+        for gone in ("lost", "reconnect", "resync"):
+            sequence += 1
+            if gone == "lost":
+                answer(sync.live([b""], now), sequence, body, now)
+            elif gone == "resync":
+                answer(sync.resync(now), sequence, body, now)
+            else:
+                answer(sync.disconnected(now) + sync.reconnected(now), sequence, body, now)
+            answer(sync.live([b"", sequence.to_bytes(8, "big"), body], now), sequence, body, now)
+            assert sync.status.synchronized, sync.status
+            assert index.find(content_keys(pack_tokens(key), 4))
+        index.check()
 
 
 def test_mooncake_objects_are_bounded() -> None:
     made = DIALECTS["mooncake"](DialectOptions(max_objects=2))
     events = [rfc("stored", seq_hashes=[number], object_key=str(number)) for number in range(3)]
-    found = list(made.decode(msgpack.packb([1, events, 0])).events)
+    objects = made.objects()
+    assert objects is not None
+    found = list(objects.resolve(made.decode(msgpack.packb([1, events, 0])).events))
     assert found[:2] == [copied(0), copied(1)]
     assert isinstance(found[2], Skipped)
     assert (found[2].reason, found[2].lost) == ("capacity", True)

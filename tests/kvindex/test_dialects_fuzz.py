@@ -72,8 +72,9 @@ def well_formed(event: Any) -> None:
 def outcome(dialect: str, payload: bytes) -> Any:
     """(rank, time, events) or None; no error but DecodeError comes out."""
     try:
-        batch = DIALECTS[dialect](DialectOptions()).decode(payload)
-        events = list(batch.events)
+        made = DIALECTS[dialect](DialectOptions())
+        batch, objects = made.decode(payload), made.objects()
+        events = list(batch.events if objects is None else objects.resolve(batch.events))
     except DecodeError as error:
         return None if 0 < len(str(error)) < 300 else f"unreadable error: {error}"
     for event in events:
