@@ -252,7 +252,7 @@ class _Routes(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 def _channel_options(options: ServerOptions) -> list[tuple[str, int | str]]:
-    """Names as grpcio knows them: it ignores unknown ones silently (envoy.md section 8)."""
+    """Names as grpcio knows them: it ignores unknown ones silently, the C macros' names too."""
     return [
         ("grpc.max_receive_message_length", min(options.max_message_bytes, (1 << 31) - 1)),
         ("grpc.http2.min_ping_interval_without_data_ms", round(options.min_ping_interval * 1000)),

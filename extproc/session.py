@@ -20,7 +20,7 @@ Response side: three events in order (headers, first byte, end), whatever the re
 Where the decision goes: in full duplex (FULL_DUPLEX_STREAMED, announced by the first message) the reply to the request
 headers is held until the body is complete and carries it, then the body follows in chunks. In every other mode the
 headers are answered at once and the reply to the last body part carries it; with STREAMED the request may have left
-by then, so gateways should use BUFFERED or full duplex (envoy.md section 5).
+by then, so gateways should use BUFFERED or full duplex.
 
 Every message that needs a reply gets exactly one, in full duplex body bytes are echoed unchanged instead. A client's
 own copy of a header that we may set never survives: each reply that can change request headers sets it or removes it.
@@ -33,7 +33,6 @@ from enum import Enum, auto
 
 from extproc.messages import (
     BodyMode,
-    Decider,
     HttpRequest,
     Immediate,
     Kind,
@@ -47,35 +46,10 @@ from extproc.messages import (
     ResponseHeaders,
     ResponseTrailers,
     Ticket,
-    refusal,
 )
 from extproc.reasons import Reason
-from extproc.session_rules import OWN_REASONS, Observer, SessionOptions, SessionRules
+from extproc.session_rules import SessionRules
 from extproc.usage import UsageReader
-
-__all__ = [
-    "OWN_REASONS",
-    "BodyMode",
-    "Decider",
-    "HttpRequest",
-    "Immediate",
-    "Kind",
-    "Message",
-    "Observer",
-    "Outcome",
-    "Reply",
-    "RequestBody",
-    "RequestHeaders",
-    "RequestTrailers",
-    "ResponseBody",
-    "ResponseHeaders",
-    "ResponseTrailers",
-    "Session",
-    "SessionOptions",
-    "SessionRules",
-    "Ticket",
-    "refusal",
-]
 
 NOTHING: tuple[Reply, ...] = ()
 DESTINATION_KEY = "x-gateway-destination-endpoint"

@@ -8,8 +8,8 @@ import pytest
 
 from extproc.messages import Immediate, Kind, Outcome, refusal
 from extproc.reasons import Reason
-from extproc.session import Session, SessionOptions
-from extproc.session_rules import OWN_REASONS, SessionRules
+from extproc.session import Session
+from extproc.session_rules import OWN_REASONS, SessionOptions, SessionRules
 from tests.extproc.gateway_model import (
     BUFFERED,
     DESTINATION,
