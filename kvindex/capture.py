@@ -13,12 +13,12 @@ Format: JSON lines, frames as hex. Other keys are for the reader, and so are rec
 
 Which events came before a request was looked up? All those before the previous request's line, and then
 
-* a clear that leaves with the request's own scheduler step, in front of its blocks (12.11): before;
+* a clear that leaves with the request's own scheduler step, in front of its blocks (an idle vLLM engine
+  publishes a reset only then): before;
 * what the request itself evicted or stored: after;
 * of requests that ran at the same time: all up to the first block that only this one can have stored.
 
-A difference counts as explained when a known exception (kv-events.md 12 and 19; the windows were measured with captures
-of our own) accounts for it to the token:
+A difference counts as explained when a known exception (README.md, "Known limits") accounts for it to the token:
 
     reset_external    the engine emptied its host tier without a word: equal when we empty it too
     report_mode_full  a prefix announced again looked like a second copy: equal when it adds none

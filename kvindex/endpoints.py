@@ -4,7 +4,7 @@ Pure rules, no name is resolved here. Errors name the value and the remedy.
 
     connect   tcp://host:port     host = name, IPv4, or IPv6 in brackets; one fixed port; no `*`, `0.0.0.0`, `[::]`
               ipc:///path
-    bind      the same, and `*`, `0.0.0.0` or `[::]` as host (engines that connect: kv-events.md 1)
+    bind      the same, and `*`, `0.0.0.0` or `[::]` as host (for engines that connect to us)
     pattern   tcp://*:5557        as engines write it: `*` becomes the instance's host, the port grows by the rank
 """
 

@@ -3,9 +3,9 @@
     discovery --upsert / remove--> Fleet --FleetChange--> listeners (Directory.update, ...)
                                      `-- snapshot() --> immutable mapping for readers
 
-Identity (kv-events.md 16). A new announcement of a known name keeps its streams when incarnation, address, dp_size and
-stream endpoints are all the same; otherwise the old process is gone for us and new streams start empty. A removal that
-names another incarnation than the tracked one is late news of an older process and is ignored.
+Identity, as the xLLM service has it. A new announcement of a known name keeps its streams when incarnation, address,
+dp_size and stream endpoints are all the same; otherwise the old process is gone for us and new streams start empty. A
+removal that names another incarnation than the tracked one is late news of an older process and is ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_DP_SIZE = 4096
 
 
 class InstanceState(StrEnum):
-    """What discovery thinks of an instance (kv-events.md 16)."""
+    """What discovery thinks of an instance; the states of the xLLM service's registry."""
 
     ACTIVE = "active"
     LEASE_LOST = "lease_lost"

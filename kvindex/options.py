@@ -17,7 +17,7 @@ class TransportOptions:
 
     max_replays           replays running at once over all streams
     receive_hwm           messages queued for us per stream before the engine has to keep (and then drop) them
-    replay_hwm            the same per replay attempt: high, because a ROUTER drops what its reader does not take (12.4)
+    replay_hwm            the same per replay attempt: high, because a ROUTER drops what its reader does not take
     reconnect_initial     wait before reconnecting, doubled up to reconnect_max (AIBrix: 1 s to 30 s)
     heartbeat_interval    ZMTP ping, answered by the engine's I/O thread; 0 = off
     heartbeat_timeout     silence after a ping that ends the connection; also the limit for a handshake

@@ -9,7 +9,8 @@ from collections.abc import Callable
 class Pacer:
     """Calling it sleeps `rest` seconds once `budget` seconds have passed since the last rest. About 0.1 us otherwise.
 
-    One for all event work of a process, called in its one event thread. Figures behind it: performance.md 6.
+    One for all event work of a process, called in its one event thread. Measured with 150 requests/s
+    beside 1 M blocks/s: p99 2 ms, without any rests 7 to 11 ms; `sleep(0)` does not help.
     """
 
     __slots__ = ("_budget", "_clock", "_rest", "_sleep", "_until", "rests")

@@ -1,6 +1,6 @@
 """Sockets, thread and clock for the KV event streams: the only file of the library that imports zmq.
 
-One thread drives every stream of the process (one time budget, performance.md 6). A stream has a SUB socket with its
+One thread drives every stream of the process (one time budget, pacer.py). A stream has a SUB socket with its
 monitor, and one DEALER for each replay attempt.
 
     other threads -- follow, unfollow, resync, rebuild --> commands, wake socket --+

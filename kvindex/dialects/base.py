@@ -120,7 +120,7 @@ class Decoder:
         return Batch(self._lazily(events), dp_rank, timestamp)
 
     def split_reply(self, frames: list[bytes]) -> tuple[int, bytes] | None:
-        """Read from the back: with an empty topic nothing in front tells the forms apart (11.1)."""
+        """Read from the back: with an empty topic nothing in front tells the forms apart."""
         if not any(frames):
             return None
         if not 2 <= len(frames) <= 4:

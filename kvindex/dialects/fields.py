@@ -87,7 +87,7 @@ def counted_kind(kind: str) -> bool:
 
 
 def hashes_of(value: object) -> list[EngineHash]:
-    """A list of block hashes: ints of any width and sign, and byte strings. True is not 1 (10.1)."""
+    """A list of block hashes: ints of any width and sign, and byte strings. True is not 1."""
     if value.__class__ is list:
         kinds = set(map(type, value))
         if kinds <= _INTS or kinds <= _INTS_AND_BYTES:
@@ -104,7 +104,7 @@ def parent_of(value: object) -> EngineHash | None:
 
 
 def tokens_of(value: list[Any]) -> bytes:
-    """A list of token ids, or of EAGLE's pairs (first of each), packed as u32 little endian (D9, 10.4).
+    """A list of token ids, or of EAGLE's pairs (first of each), packed as u32 little endian (D9).
 
     About 10 ns a token; a list with ids below 256 takes the slower way that tells True from 1.
     """
@@ -152,7 +152,7 @@ def group_of(value: object) -> int:
 
 
 def root_of(lora_name: object, lora_id: object) -> bytes:
-    """Namespace of the adapter (14.1): by name, else by number. Adapter numbers start at 1: 0 is the base model."""
+    """Namespace of the adapter (D1): by name, else by number. Adapter numbers start at 1: 0 is the base model."""
     if not lora_name and not lora_id:
         return b""
     if lora_name is not None and lora_name.__class__ is not str:
@@ -169,7 +169,7 @@ def root_of(lora_name: object, lora_id: object) -> bytes:
 def extras_of(value: object, count: int, lora_name: object) -> tuple[bytes, ...] | None:
     """extra_keys, one list or nil a block, as canonical bytes; None when every block is plain.
 
-    The adapter's name, which vLLM repeats in front of each list, is left out: the root has it (14.1).
+    The adapter's name, which vLLM repeats in front of each list, is left out: the root has it.
     """
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""Events that are pushed over HTTP (`POST /events`, kv-events 9): a JSON body -> events, in order.
+"""Events that are pushed over HTTP (`POST /events` of a conductor): a JSON body -> events, in order.
 
     nested    {"event_id": 1, "dp_rank": 0, "data": {"type": "stored", "parent_hash": null, "blocks": [
                   {"block_hash": 100, "tokens_hash": 123}]}}
@@ -24,7 +24,7 @@ class PushedEvent(NamedTuple):
     """One index event of a pushed one.
 
     event_id       the sender's number, None when it has none
-    tokens_hashes  unchained 64-bit hash of each block's tokens (18.3), () when not given
+    tokens_hashes  unchained 64-bit hash of each block's tokens, () when not given
     parent         block before the first one, where tokens_hashes are given; an event with token ids has its own
     """
 

@@ -1,4 +1,4 @@
-"""vLLM 0.9 to 0.32: arrays up to 0.23, maps from 0.24 (kv-events 3 and 4)."""
+"""vLLM 0.9 to 0.32: arrays up to 0.23, maps from 0.24."""
 
 from __future__ import annotations
 

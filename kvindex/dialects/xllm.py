@@ -1,4 +1,4 @@
-"""xLLM: maps with the names of vLLM, a clear that empties every tier, the whole content as answer to a replay (6)."""
+"""xLLM: maps with the names of vLLM, a clear that empties every tier, the whole content as answer to a replay."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_life_of_a_request() -> None:
 
 
 def test_every_way_to_end_releases_once() -> None:
-    """C14: client gone before headers, mid-stream, after the end."""
+    """Client gone before headers, mid-stream, after the end."""
     inflight = InFlight()
     charges = [inflight.charge("a", 10, 10) for _ in range(3)]
     charges[1].first_byte()
