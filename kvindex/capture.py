@@ -18,7 +18,7 @@ Which events came before a request was looked up? All those before the previous 
 * what the request itself evicted or stored: after;
 * of requests that ran at the same time: all up to the first block that only this one can have stored.
 
-A difference counts as explained when a known exception (README.md, "Known limits") accounts for it to the token:
+A difference counts as explained when a known exception (docs/captures.md) accounts for it to the token:
 
     reset_external    the engine emptied its host tier without a word: equal when we empty it too
     report_mode_full  a prefix announced again looked like a second copy: equal when it adds none
