@@ -52,7 +52,7 @@ def test_car_prefill_vectors(case: dict[str, Any]) -> None:
     assert winners(candidates, costs) == case["winners"]
 
 
-CAR_ROWS = [  # lambda, w_host, n, (device, host, waiting)..., costs, winners (routing.md 3.1)
+CAR_ROWS = [  # lambda, w_host, n, (device, host, waiting)..., costs, winners
     (0.5, 0.5, 1024, [(768, 0, 10), (0, 0, 0)], [0.625, 0.5], "B"),
     (0.7, 0.5, 1024, [(768, 0, 10), (0, 0, 0)], [0.475, 0.7], "A"),
     (0.0, 0.5, 1024, [(1024, 0, 3), (0, 0, 2), (0, 0, 4)], [0.75, 0.5, 1.0], "B"),
@@ -249,7 +249,7 @@ def test_least_waiting() -> None:
     assert build("least_waiting").costs(Request(1, 16), candidates) == [(3,), None, (5,)]
 
 
-TTFT_ROWS = [  # n 4096; (queued, rate, device, host)..., costs, winner (routing.md 3.7)
+TTFT_ROWS = [  # n 4096; (queued, rate, device, host)..., costs, winner
     ([(0, 8000, 0, 0), (12000, 8000, 3072, 0), (2000, 8000, 2048, 0)], [0.512, 1.628, 0.506], "C"),
     ([(6000, 8000, 4032, 0), (0, 4000, 0, 0)], [0.758, 1.024], "A"),
     ([(0, 8000, 0, 2048), (0, 8000, 0, 0)], [0.384, 0.512], "A"),
@@ -313,7 +313,7 @@ def queue(name: str, backlog: float) -> Candidate:
     return made(name, waiting_requests=int(backlog > 0), waiting_prompt_tokens=tokens, waiting_squares=tokens**2)
 
 
-SLO_ROWS = [  # prefill backlogs, decode (requests, tokens, backlog), est, decode pick, prefill pick (routing.md 3.6)
+SLO_ROWS = [  # prefill backlogs, decode (requests, tokens, backlog), est, decode pick, prefill pick
     ({"p1": 300, "p2": 100}, {"d1": (10, 20000, 0), "d2": (0, 0, 0)}, [42, 12], "d1", "p2"),
     ({"p1": 1500, "p2": 1800}, {"d1": (10, 20000, 0), "d2": (0, 0, 0)}, [42, 12], "d1", "d2"),
     ({"p1": 300, "p2": 100}, {"d1": (20, 40000, 0), "d2": (20, 30000, 0)}, [72, 62], "d2", "p2"),
@@ -486,7 +486,7 @@ def test_outside_scorer_by_dotted_path() -> None:
     assert scorer.costs(Request(1, 16), [made("A")]) == [(3.0,)]
 
 
-DEFAULTS = {  # routing.md section 3
+DEFAULTS = {  # as extproc/README.md documents them
     "car": {"lambda": 0.5, "w_host": 0.5, "w_disk": 0.0},
     "unified": {
         "load_weight": 1.0,

@@ -229,7 +229,7 @@ def test_minimum_gives_the_tiers_of_the_rank_with_the_lowest_total() -> None:
 
 
 def test_candidate_of_another_incarnation_gets_nothing() -> None:
-    """kv-events.md 16: the view's incarnation must equal the candidate's."""
+    """As in the xLLM service: the view's incarnation must equal the candidate's."""
     old = engine("e-1", incarnation="a")
     made, _ = directory(old)
     feed(made, "e-1", 0, 4)

@@ -1,4 +1,4 @@
-"""Fleet: endpoint rules, identity rules, listeners. Rules: kv-events.md 15.1 and 16."""
+"""Fleet: endpoint rules, identity rules, listeners. The rules are those of the xLLM service."""
 
 from __future__ import annotations
 
