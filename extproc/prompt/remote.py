@@ -3,7 +3,8 @@
 Asks PATH/render (vLLM with --enable-scale-out: exact for every endpoint) or /tokenize (chats and texts; it knows no
 truncation, no reasoning effort and no documents, so requests with those are not asked for). Answers are kept by a
 digest of the request in an LRU bounded by bytes; the same request arriving many times at once is asked once. An engine
-that fails is left alone for a while, and the requests pass unscored meanwhile: none waits longer than its budget.
+that fails is left alone for a while, and the requests pass unscored meanwhile: none waits longer than its budget. What
+a client can bring about with a request (media, several prompts, a very long answer) is no failure of the engine.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from kvindex.hashing import pack_tokens
 log = logging.getLogger(__name__)
 
 ENTRY_BYTES = 300
+DENIED = (401, 403)  # kvcar sends no key: a setting of the engine, not the client's fault
+DENIED_REST = 60.0  # seconds: nothing changes before somebody changes a setting
+NO_VERDICT = (404, 405, 408, 429, *DENIED)  # 4xx that say nothing about the request
 RENDER = {
     Endpoint.CHAT: "/v1/chat/completions/render",
     Endpoint.COMPLETIONS: "/v1/completions/render",
@@ -41,7 +45,8 @@ Post = Callable[[str, bytes, float], Awaitable[tuple[int, bytes]]]
 
 
 class RemoteError(Exception):
-    """No ids: the engine refused, failed or was too slow. `refused`: it answered that the request is bad."""
+    """No ids: the engine refused, failed, was too slow or gave no single prompt of text. `refused`: it answered that
+    the request is bad."""
 
     def __init__(self, message: str, *, refused: bool = False) -> None:
         super().__init__(message)
@@ -57,14 +62,16 @@ class RemoteTokenizer:
         *,
         api: Literal["render", "tokenize"] = "render",
         max_bytes: int = 32 << 20,
+        max_answer: int = 32 << 20,
         rest: float = 5.0,
         post: Post | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
-        urls  bases of engines of the model ("http://10.0.0.1:8000"), asked in turn
-        rest  seconds for which an engine that failed is not asked
-        post  (url, body, timeout) -> (status, body); None = aiohttp
+        urls        bases of engines of the model ("http://10.0.0.1:8000"), asked in turn
+        max_answer  bytes of one answer, longer ones are dropped (about 7 a token)
+        rest        seconds for which an engine that failed is not asked (a minute where it wants a key)
+        post        (url, body, timeout) -> (status, body); None = aiohttp
         """
         self.max_bytes = max_bytes
         self.bytes = 0
@@ -73,6 +80,7 @@ class RemoteTokenizer:
         self.known = 0
         self._urls = [url.rstrip("/") for url in urls]
         self._api = api
+        self._max_answer = max_answer
         self._rest = rest
         self._post = post or self._by_aiohttp
         self._clock = clock
@@ -126,9 +134,13 @@ class RemoteTokenizer:
         try:
             status, answer = await self._post(url + path, question, budget)
         except (OSError, TimeoutError) as error:
-            self._failure(url, type(error).__name__)
+            self._failure(url, type(error).__name__, self._rest)
             raise RemoteError(type(error).__name__) from None
-        if 400 <= status < 500 and status not in (404, 405, 429):
+        if status in DENIED:
+            reason = f"HTTP {status}: kvcar sends no key; let {path} through without one (engine's API key, or a proxy)"
+            self._failure(url, reason, max(DENIED_REST, self._rest))
+            raise RemoteError(f"HTTP {status}")
+        if 400 <= status < 500 and status not in NO_VERDICT:
             raise RemoteError(f"HTTP {status}", refused=True)
         try:
             if status != 200:
@@ -136,13 +148,16 @@ class RemoteTokenizer:
             return pack_tokens(_ids(orjson.loads(answer)))
         except (ValueError, TypeError, OverflowError) as error:
             reason = str(error) if status != 200 else "answer without ids"
-            self._failure(url, reason)
+            self._failure(url, reason, self._rest)
             raise RemoteError(reason) from None
 
-    def _failure(self, url: str, reason: str) -> None:
+    def _failure(self, url: str, reason: str, rest: float) -> None:
+        """Logged once a rest, however many questions were under way."""
         self.failed += 1
-        self._resting[url] = self._clock() + self._rest
-        log.warning("tokenizing by %s failed (%s); not asked for %s s", url, reason, self._rest)
+        now = self._clock()
+        if self._resting.get(url, now) <= now:
+            log.warning("tokenizing by %s failed (%s); not asked for %s s", url, reason, rest)
+        self._resting[url] = max(now + rest, self._resting.get(url, now))
 
     def _answered(self, key: bytes, done: asyncio.Task[bytes]) -> None:
         del self._pending[key]
@@ -158,12 +173,18 @@ class RemoteTokenizer:
         import aiohttp
 
         if self._session is None:
-            self._session = aiohttp.ClientSession()
+            self._session = aiohttp.ClientSession(auto_decompress=False)
         limit = aiohttp.ClientTimeout(total=timeout)
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        posted = self._session.post(url, data=body, headers=headers, timeout=limit, allow_redirects=False)
+        answer = bytearray()
         try:
-            async with self._session.post(url, data=body, headers=headers, timeout=limit) as response:
-                return response.status, await response.read()
+            async with posted as response:
+                async for chunk in response.content.iter_any():
+                    answer += chunk
+                    if len(answer) > self._max_answer:
+                        raise RemoteError(f"answer over {self._max_answer} bytes")
+                return response.status, bytes(answer)
         except aiohttp.ClientError as error:
             raise OSError(type(error).__name__) from None
 
@@ -182,15 +203,18 @@ def _encoded(fields: Mapping[str, Any]) -> bytes:
 
 
 def _ids(answer: Any) -> list[int]:
+    """The ids of an answer. Raises RemoteError for a valid answer without one prompt's ids, ValueError for others."""
     if isinstance(answer, list):
         if len(answer) != 1:
-            raise ValueError("not one prompt")
+            raise RemoteError("not one prompt")
         answer = answer[0]
     if not isinstance(answer, dict):
         raise ValueError("no object")
     if answer.get("features"):
-        raise ValueError("media")
+        raise RemoteError("media")
     ids = answer.get("token_ids", answer.get("tokens"))
-    if not isinstance(ids, list) or not ids:
+    if not isinstance(ids, list):
         raise ValueError("no ids")
+    if not ids:
+        raise RemoteError("empty prompt")
     return ids
