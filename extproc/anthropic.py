@@ -186,20 +186,19 @@ def _tools(given: object, messages: list[Any]) -> list[Message] | None:
 
 
 def _changed(given: list[Any], changes: list[Any]) -> Iterable[Any]:
-    tools = {tool.get("name"): tool for tool in given if isinstance(tool, dict)}
-    removed: set[object] = set()
+    tools = {_name(tool): tool for tool in given if isinstance(tool, dict)}
+    removed: set[str] = set()
     for block in changes:
         change = block.get("tool")
         if not isinstance(change, dict):
             raise bad("a change of tools needs a tool")
-        name = change.get("name")
         if change.get("type") == "tool_definition":
             definition = change.get("definition")
             if not isinstance(definition, dict):
                 raise bad("a tool definition must be an object")
-            name = definition.get("name")
+            name = _name(definition)
             tools[name] = definition
-        elif name not in tools:
+        elif (name := _name(change)) not in tools:
             raise bad("a change of a tool that is not declared")
         elif block["type"] == "tool_addition":
             tools[name] = {**tools[name], "defer_loading": None}
@@ -208,6 +207,13 @@ def _changed(given: list[Any], changes: list[Any]) -> Iterable[Any]:
         else:
             removed.discard(name)
     return [tool for name, tool in tools.items() if name not in removed]
+
+
+def _name(tool: Mapping[str, Any]) -> str:
+    name = tool.get("name")
+    if not isinstance(name, str):
+        raise bad("name of a tool must be a string")
+    return name
 
 
 def _function(tool: object) -> Message:
