@@ -1,5 +1,6 @@
 """The discovery seam: a source finds instances and tells them to a `Notify`; several may feed one fleet.
 
+The seam for sources of any kind; nothing in the server uses it yet: configured instances go into the fleet directly.
 A source is one file with one class. It never raises for what it finds out there: bad news are told with `problem`.
 """
 

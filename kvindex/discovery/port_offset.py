@@ -1,6 +1,6 @@
 """Where an engine's event ports are, when a rule says so. Pure: no socket, no name is resolved.
 
-    xLLM     event port = HTTP port + 10000 + dp_rank, replay port = HTTP port + 30000 + dp_rank      (kv-events.md 16)
+    xLLM     event port = HTTP port + 10000 + dp_rank, replay port = HTTP port + 30000 + dp_rank
     pattern  tcp://*:5557 as the engine was given it: `*` -> the instance's host, port + dp_rank  (vLLM, SGLang, Motor)
 
 Over both: a port over 65535, or an endpoint that two instances or ranks share, leaves the instances concerned out;

@@ -1,4 +1,7 @@
-"""Instances written down in the configuration. They are there from the start and never leave."""
+"""Instances written down in the configuration. They are there from the start and never leave.
+
+StaticSource is this as a source of the discovery seam (base.py), for a fleet that other sources feed, too.
+"""
 
 from __future__ import annotations
 

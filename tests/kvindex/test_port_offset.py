@@ -1,4 +1,4 @@
-"""Port rules of xLLM and of `tcp://*:port` patterns (kv-events.md 15.5, 16), static discovery and the fleet feed."""
+"""Port rules of xLLM and of `tcp://*:port` patterns, static discovery and the fleet feed."""
 
 from __future__ import annotations
 
