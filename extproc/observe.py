@@ -41,7 +41,9 @@ IN_FLIGHT: tuple[tuple[str, str, str], ...] = (
 
 TOKENIZER: tuple[tuple[str, str, str, bool], ...] = (
     ("prompts", "prompts", "Requests turned into tokens.", True),
+    ("short_prompts", "short_prompts", "Of these, shorter than one block: scored with no hit.", True),
     ("known_pieces", "known_pieces", "Pieces of text found in the segment cache.", True),
+    ("shared_pieces", "shared_pieces", "Pieces of text waited for while another request had them encoded.", True),
     ("new_pieces", "new_pieces", "Pieces of text encoded.", True),
     ("encoded_bytes", "encoded_bytes", "Bytes of text encoded.", True),
     ("late", "late", "Encodings that came after their request's time budget.", True),
@@ -50,6 +52,12 @@ TOKENIZER: tuple[tuple[str, str, str, bool], ...] = (
     ("mismatches", "mismatches", "Of these, different: incremental tokenization is off from then on.", True),
     ("segment_cache_bytes", "cache_bytes", "Size of the segment cache.", False),
     ("chain_cache_bytes", "chain_bytes", "Size of the chain cache.", False),
+)
+
+REMOTE: tuple[tuple[str, str], ...] = (
+    ("asked", "Questions sent to engines."),
+    ("known", "Prompts whose ids were known from an earlier answer."),
+    ("failed", "Questions that an engine failed to answer: it is not asked for a while."),
 )
 
 
@@ -97,6 +105,13 @@ def add_families(metrics: Metrics, pools: Sequence[Pool]) -> None:
     def tokenizer(field: str) -> Reading:
         return lambda: (Sample((pool.name,), getattr(pool.prompter.refresh_stats(), field)) for pool in pools)
 
+    def remote(field: str) -> Reading:
+        return lambda: (
+            Sample((pool.name,), getattr(pool.prompter.remote, field)) for pool in pools if pool.prompter.remote
+        )
+
+    for name, text in REMOTE:
+        metrics.add(Family(f"kvcar_remote_tokenizer_{name}", text, ("pool",), remote(name), counter=True))
     for name, field, text, counter in TOKENIZER:
         metrics.add(Family(f"kvcar_tokenizer_{name}", text, ("pool",), tokenizer(field), counter=counter))
     for name, text, value in GAUGES:

@@ -19,9 +19,11 @@ from typing import Any
 
 import pytest
 
-from extproc.prompt import Options, Prompter
+from extproc.openai import parse_body
+from extproc.prompt import Options, Prompt, Prompter
 from extproc.prompt.prompter import templates_of
 from extproc.prompt.tokenizer import Loaded, load
+from extproc.reasons import Unscored
 
 VERSION = "3.7.2"
 CACHE = Path(__file__).parent.parent / ".cache" / "tokenizers"
@@ -56,6 +58,12 @@ def prompter(family: str, **options: Any) -> Prompter:
     """A new prompter on a family's tokenizer. No time budget that a slow machine could miss."""
     settings = Options(**{"tokenizer": family, "models": ("m",), "timeout": 60.0, **options})
     return Prompter(settings, loaded(family), templates_of(settings, loaded(family)))
+
+
+async def prompt_of(subject: Prompter, path: str, body: bytes) -> Prompt | Unscored:
+    """Both steps in one."""
+    parsed = parse_body(path, {}, body)
+    return parsed if isinstance(parsed, Unscored) else await subject.prompt_of(parsed)
 
 
 def _fetch(family: str, work: Path) -> Path:

@@ -6,9 +6,15 @@ import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from extproc.config import Config, Pool
+    from extproc.openai import Body
+    from extproc.prompt import Prompt, Prompter
+    from extproc.reasons import Unscored
 
 
 @click.command()
@@ -27,7 +33,6 @@ def tokens(config_path: Path, path: str | None, as_json: bool, request_file: Any
     from extproc import app
     from extproc.config import ConfigError, load
     from extproc.openai import Body, parse_body
-    from extproc.prompt.prompter import Prompter
     from extproc.reasons import Reason, Unscored
 
     try:
@@ -51,8 +56,7 @@ def tokens(config_path: Path, path: str | None, as_json: bool, request_file: Any
         if pool is None:
             result = Unscored(Reason.MODEL, f"no pool serves the model {parsed.model!r}")
         else:
-            prompter = Prompter.load(app.prompter_options(pool, config), strict=False)
-            result = asyncio.run(prompter.prompt_of(parsed))
+            result, prompter = asyncio.run(_ask(pool, config, parsed))
             cuts = prompter.delimiters
             if not isinstance(result, Unscored) and isinstance(pool.block_size, int):
                 keys = prompter.keys(result, pool.block_size, pool.hash_seed)
@@ -86,6 +90,23 @@ def tokens(config_path: Path, path: str | None, as_json: bool, request_file: Any
     else:
         _print(out)
     sys.exit(1 if out["reason"] else 0)
+
+
+async def _ask(pool: Pool, config: Config, body: Body) -> tuple[Prompt | Unscored, Prompter]:
+    """As the server does it: where nothing can be rendered or encoded here, the pool's engines are asked."""
+    from extproc.app import prompter_options
+    from extproc.prompt.prompter import Prompter
+    from extproc.prompt.remote import RemoteTokenizer
+
+    remote = None
+    if pool.remote_tokenizer:
+        remote = RemoteTokenizer([f"http://{one.address}" for one in pool.instances], api=pool.remote_tokenizer.api)
+    prompter = Prompter.load(prompter_options(pool, config), strict=False, remote=remote)
+    try:
+        return await prompter.prompt_of(body), prompter
+    finally:
+        if remote is not None:
+            await remote.close()
 
 
 def _guess(data: bytes) -> str:

@@ -16,7 +16,6 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -62,7 +61,6 @@ class Options:
     adapters: Mapping[str, str] | Sequence[str] = ()  # request name -> adapter name (or names that are both)
     revision: str | None = None
     allow_download: bool = False
-    trust_remote_code: bool = False
     chat_template: str | None = None  # file, name of one of the tokenizer's templates, or Jinja text
     content_format: Literal["auto", "string", "openai"] = "auto"
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -81,6 +79,10 @@ class Options:
 
 class Remote(Protocol):
     """See remote.RemoteTokenizer."""
+
+    asked: int
+    failed: int
+    known: int
 
     async def ids(self, body: Body, budget: float) -> bytes: ...
 
@@ -129,9 +131,12 @@ class Prompter:
             options.renderer == "auto" and loaded is not None and loaded.native_renderer is not None
         )
         self._profile = PROFILES[options.engine]
-        self._remote = remote
+        self.remote = remote
         self._executor = executor or tokenizers.thread_pool(options.threads)
         self._encoder = self._make_encoder(loaded, options) if loaded else None
+        # What a template makes of Anthropic's API: tried here, not by the first request.
+        self._system_first = _wants_system_first(self.templates)
+        self._disabled_effort = self._find_disabled_effort()
 
     @classmethod
     def load(
@@ -151,7 +156,6 @@ class Prompter:
                 options.tokenizer,
                 revision=options.revision,
                 allow_download=options.allow_download,
-                trust_remote_code=options.trust_remote_code,
             )
         except TokenizerError as error:
             if strict:
@@ -193,14 +197,6 @@ class Prompter:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    async def prompt(self, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> Prompt | Unscored:
-        """Both steps in one, for a caller with one pool. Never raises."""
-        parsed = openai.parse_body(path, headers or {}, body)
-        if isinstance(parsed, Unscored):
-            self.stats.unscored[parsed.reason] += 1
-            return parsed
-        return await self.prompt_of(parsed)
-
     async def prompt_of(self, body: Body) -> Prompt | Unscored:
         """The tokens the engine computes for a body. Never raises (but CancelledError)."""
         try:
@@ -218,13 +214,10 @@ class Prompter:
             # The traceback of a failure of ours may quote the request: only its place is logged.
             log.error("prompt failed: %s", _place(error))
             result = Unscored(Reason.INTERNAL, type(error).__name__)
-        stats = self.stats
         if isinstance(result, Unscored):
-            stats.unscored[result.reason] += 1
             log.debug("unscored: %s %s", result.reason, result.detail)
         else:
-            stats.prompts += 1
-            stats.tokens += result.count
+            self.stats.prompts += 1
         return result
 
     async def _prompt_of(self, body: Body) -> Prompt:
@@ -232,13 +225,13 @@ class Prompter:
         try:
             return await self._local(body, model, adapter)
         except Refused as refused:
-            if self._remote is None or refused.unscored.reason not in REMOTE_FOR:
+            if self.remote is None or refused.unscored.reason not in REMOTE_FOR:
                 raise
             request = openai.read(body)
             if isinstance(request, Unscored):
                 raise
             try:
-                tokens = await self._remote.ids(body, self.options.timeout)
+                tokens = await self.remote.ids(body, self.options.timeout)
             except RemoteError as error:
                 if error.refused:
                     raise bad("refused by the engine's tokenizer") from None
@@ -285,9 +278,6 @@ class Prompter:
     def loaded(self) -> bool:
         """Whether the tokenizer could be loaded."""
         return self._loaded is not None
-
-    def serves(self, model: str | None) -> bool:
-        return model is None or model in self._models or model in self._adapters
 
     def _prepare(self, body: Body) -> tuple[Request, str | None, Pieces | None, int | None]:
         """The request, and unless it gives ids, its text and the text's pieces; where media end the pieces, about how
@@ -366,14 +356,7 @@ class Prompter:
         except RenderError as error:
             raise Refused(Reason.TEMPLATE_ERROR, str(error)) from None
 
-    @cached_property
-    def _system_first(self) -> bool:
-        """Whether Anthropic's inline system messages are merged into the first one."""
-        templates = [template.source for template in self.templates]
-        return not templates or any(map(wants_system_first, templates))
-
-    @cached_property
-    def _disabled_effort(self) -> str:
+    def _find_disabled_effort(self) -> str:
         """The reasoning effort that stands for "thinking disabled": low where the template refuses or ignores none."""
 
         def hello(effort: str) -> str | None:
@@ -463,9 +446,7 @@ class Prompter:
             raise bad("truncated to nothing")
         return keep if keep < count else None
 
-    def keys(
-        self, prompt: Prompt, block_size: int, seed: int = DEFAULT_SEED, limit: int | None = None
-    ) -> list[bytes]:
+    def keys(self, prompt: Prompt, block_size: int, seed: int = DEFAULT_SEED, limit: int | None = None) -> list[bytes]:
         """Content keys of the prompt's whole blocks. Never raises for a Prompt of this prompter."""
         root = root_bytes(prompt.adapter)
         salted = extras_bytes([prompt.salt]) if prompt.salt is not None else b""
@@ -474,9 +455,7 @@ class Prompter:
             return []
         if prompt.pieces is None:
             return content_keys(prompt.tokens, block_size, root=root, extras=[salted], seed=seed, limit=limit)
-        return self.chain.keys(
-            prompt.pieces, block_size, seed=seed, root=root, first_extras=salted, limit=limit
-        )
+        return self.chain.keys(prompt.pieces, block_size, seed=seed, root=root, first_extras=salted, limit=limit)
 
     # -- for status, `kvcar tokens` and benchmarks ---------------------------------------------------------------------
 
@@ -496,9 +475,14 @@ class Prompter:
         """The counters with the sizes of the caches as of now."""
         stats = self.stats
         if self._encoder is not None:
-            stats.cache_bytes, stats.cache_entries = self._encoder.cache.bytes, len(self._encoder.cache)
-        stats.chain_bytes, stats.chain_entries = self.chain.bytes, len(self.chain)
+            stats.cache_bytes = self._encoder.cache.bytes
+        stats.chain_bytes = self.chain.bytes
         return stats
+
+
+def _wants_system_first(templates: Sequence[ChatTemplate]) -> bool:
+    """Whether Anthropic's inline system messages are merged into the first one."""
+    return not templates or any(wants_system_first(template.source) for template in templates)
 
 
 def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

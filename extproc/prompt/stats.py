@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from extproc.reasons import Reason
+from dataclasses import dataclass
 
 
 @dataclass
 class Stats:
     prompts: int = 0  # requests turned into tokens
-    tokens: int = 0  # their tokens
-    short_prompts: int = 0  # shorter than one block: scored with no hit
-    unscored: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
+    short_prompts: int = 0  # of these, shorter than one block: scored with no hit
     known_pieces: int = 0  # found in the segment cache
     shared_pieces: int = 0  # waited for while another request had them encoded
     new_pieces: int = 0  # encoded
@@ -22,6 +18,4 @@ class Stats:
     verified: int = 0  # prompts whose pieces were compared with a whole encode
     mismatches: int = 0  # of these, different: incremental tokenization is off from then on
     cache_bytes: int = 0
-    cache_entries: int = 0
     chain_bytes: int = 0
-    chain_entries: int = 0

@@ -53,9 +53,7 @@ class Loaded:
     vocabulary: int
 
 
-def load(
-    source: str, *, revision: str | None = None, allow_download: bool = False, trust_remote_code: bool = False
-) -> Loaded:
+def load(source: str, *, revision: str | None = None, allow_download: bool = False) -> Loaded:
     """Blocking: 1 to 6 s (the import of transformers, a vocabulary of 10 to 30 MB).
 
     source          a directory, or a hub id found in the local hub cache (downloaded only if allowed)
@@ -69,7 +67,8 @@ def load(
     path = Path(source).expanduser()
     if source[:1] in ("", ".", "/", "~") and not path.is_dir():
         raise TokenizerError(f"tokenizer {source!r} is no directory")
-    options = {"local_files_only": not allow_download, "trust_remote_code": trust_remote_code, "revision": revision}
+    # Code that comes with a model is never run.
+    options = {"local_files_only": not allow_download, "trust_remote_code": False, "revision": revision}
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path) if path.is_dir() else source, **options)
         backend = tokenizer.backend_tokenizer

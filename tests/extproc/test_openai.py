@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from extproc.openai import Body, ChatRequest, IdsRequest, Routes, TextRequest, parse_body, read
+from extproc.prompt import Options, Prompter
 from extproc.reasons import Reason, Unscored
+from tests.tokenizers import SMALL, prompt_of
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -247,7 +249,8 @@ def test_no_request_text_in_reprs() -> None:
 
 
 def mutate(rng: random.Random, value: Any) -> Any:
-    junk: list[Any] = [None, True, -1, 1.5, "x", [], {}, [None], {"type": "text"}, {"role": 1}, "\ud800", 1 << 70]
+    junk: list[Any] = [["x"], {"x": []}]
+    junk += [None, True, -1, 1.5, "x", [], {}, [None], {"type": "text"}, {"role": 1}, "\ud800", 1 << 70]
     if rng.random() < 0.15:
         return rng.choice(junk)
     if isinstance(value, dict):
@@ -273,6 +276,76 @@ def test_mutated_bodies_never_raise() -> None:
             result = parse_body(path, {}, json.dumps(body).encode())
             outcomes.add(type(read(result) if isinstance(result, Body) else result))
     assert {ChatRequest, TextRequest, Unscored} <= outcomes
+
+
+X = "put here what cannot be a key"
+ANTHROPIC = "/v1/messages"
+UNHASHABLE = [["x"], {"x": 1}, [], {}, [["x"]]]
+KEYS = [
+    # what a client names and we look up: tools, types, roles, fields of a choice
+    (ANTHROPIC, {"messages": [{"role": "system", "content": [{"type": "tool_addition", "tool": {"name": X}}]}, *U]}),
+    (ANTHROPIC, {"messages": [{"role": "system", "content": [{"type": "tool_removal", "tool": {"name": X}}]}, *U]}),
+    (ANTHROPIC, {"messages": [{"role": "system", "content": [
+        {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": {"name": X, "input_schema": {}}}}
+    ]}, *U]}),
+    (ANTHROPIC, {"messages": [{"role": "system", "content": [
+        {"type": "tool_removal", "tool": {"type": "tool_definition", "definition": {"name": X, "input_schema": {}}}}
+    ]}, *U]}),
+    (ANTHROPIC, {"tools": [{"name": X, "input_schema": {}}], "messages": [
+        {"role": "system", "content": [{"type": "tool_addition", "tool": {"name": "x"}}]}, *U
+    ]}),
+    (ANTHROPIC, {"messages": [{"role": "system", "content": [{"type": X, "tool": {"name": "x"}}]}, *U]}),
+    (ANTHROPIC, {"messages": [{"role": "system", "content": [{"type": "tool_addition", "tool": {"type": X}}]}, *U]}),
+    (ANTHROPIC, {"messages": [{"role": X, "content": "a"}]}),
+    (ANTHROPIC, {"messages": [{"role": "user", "content": [{"type": X}]}]}),
+    (ANTHROPIC, {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": X}]}]}]}),
+    (ANTHROPIC, {"messages": U, "tool_choice": {"type": X}}),
+    (ANTHROPIC, {"messages": U, "thinking": {"type": X}}),
+    (ANTHROPIC, {"messages": U, "output_config": {"effort": X}}),
+    (CHAT, {"messages": [{"role": X, "content": "a"}]}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": X, "text": "a"}]}]}),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"type": X, "function": {"name": "f"}}]}]}),
+    (CHAT, {"messages": U, "tools": [{"type": X, "function": {"name": "f"}}]}),
+    (CHAT, {"messages": U, "tools": [{"type": "function", "function": {"name": X}}]}),
+    (CHAT, {"messages": U, "tool_choice": X}),
+    (CHAT, {"messages": U, "reasoning_effort": X}),
+    (CHAT, {"messages": U, "truncation_side": X}),
+    (CHAT, {"messages": U, "cache_salt": X}),
+    (CHAT, {"messages": U, "chat_template_kwargs": {"a": X}}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": X}]}], "kv_transfer_params": {"prompt_token_ids": [1]}}),
+    ("/v1/embeddings", {"input": "a", "padding": X}),
+    ("/v1/responses", {"input": [{"type": X, "role": "user", "content": "a"}]}),
+    ("/v1/responses", {"input": [{"role": X, "content": "a"}]}),
+    ("/v1/responses", {"input": [{"role": "assistant", "content": "a", "status": X}]}),
+    ("/v1/responses", {"input": "a", "truncation": X}),
+    ("/v1/responses", {"input": "a", "tools": [{"type": X, "name": "f"}]}),
+    ("/v1/responses", {"input": [
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "namespace": X}
+    ]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "fields"), KEYS, ids=str)
+def test_values_that_cannot_be_keys_never_raise(path: str, fields: dict[str, Any]) -> None:
+    text = json.dumps({"model": "m", "max_tokens": 1, **fields})
+    assert json.dumps(X) in text
+    for value in UNHASHABLE:
+        result = parse_body(path, {}, text.replace(json.dumps(X), json.dumps(value)).encode())
+        assert isinstance(result, Body)
+        read(result)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "xllm"])
+async def test_values_that_cannot_be_keys_are_no_fault_of_ours(engine: Any) -> None:
+    """The same through rendering, with a template that makes keys of what it is given."""
+    template = "{% for m in messages %}{{ {m.role: m.content} }}{% endfor %}{{ tools | tojson }}"
+    options = Options(tokenizer=str(SMALL), models=("m",), engine=engine, timeout=60.0, chat_template=template)
+    subject = Prompter.load(options)
+    for path, fields in KEYS:
+        text = json.dumps({"model": "m", "max_tokens": 1, **fields})
+        for value in UNHASHABLE:
+            found = await prompt_of(subject, path, text.replace(json.dumps(X), json.dumps(value)).encode())
+            assert not (isinstance(found, Unscored) and found.reason == Reason.INTERNAL), (path, fields, value)
 
 
 def test_random_bytes_never_raise() -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from extproc.openai import Body, ChatRequest, IdsRequest, Request, TextRequest, parse_body, read
 from extproc.prompt import Options, Prompt, Prompter
-from extproc.prompt.template import wants_system_first
+from extproc.prompt.template import ChatTemplate, wants_system_first
 from extproc.reasons import Reason, Unscored
-from tests.tokenizers import SMALL, prompter
+from tests.tokenizers import SMALL, prompt_of, prompter
 
 
 def outcome(path: str, body: dict[str, Any]) -> Request | Reason:
@@ -208,7 +208,7 @@ def test_templates_that_want_system_messages_first(source: str, first: bool) -> 
 
 async def rendered(body: dict[str, Any], template: str) -> str | None:
     subject = Prompter.load(Options(tokenizer=str(SMALL), models=("m",), timeout=30.0, chat_template=template))
-    prompt = await subject.prompt("/v1/messages", json.dumps({"max_tokens": 1, **body}).encode())
+    prompt = await prompt_of(subject, "/v1/messages", json.dumps({"max_tokens": 1, **body}).encode())
     return prompt.text if isinstance(prompt, Prompt) else prompt.reason
 
 
@@ -232,6 +232,27 @@ EFFORT = [
 async def test_anthropic_thinking_disabled(template: str, text: str) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "thinking": {"type": "disabled"}}
     assert await rendered({**body, "output_config": {"effort": "high"}}, template) == text
+
+
+async def test_what_a_template_makes_of_anthropic_is_tried_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = Prompter.load(Options(tokenizer=str(SMALL), models=("m",), timeout=30.0, chat_template=EFFORT[0][0]))
+    rendered: list[str] = []
+    render = ChatTemplate.render
+
+    def counted(template: ChatTemplate, *args: Any, **options: Any) -> str:
+        rendered.append(render(template, *args, **options))
+        return rendered[-1]
+
+    def compiled(source: str) -> bool:
+        raise AssertionError("tried by a request")
+
+    monkeypatch.setattr(ChatTemplate, "render", counted)
+    monkeypatch.setattr("extproc.prompt.prompter.wants_system_first", compiled)
+    messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
+    body = json.dumps({"messages": messages, "thinking": {"type": "disabled"}, "max_tokens": 1}).encode()
+    prompt = await prompt_of(subject, "/v1/messages", body)
+    assert isinstance(prompt, Prompt)
+    assert rendered == [prompt.text]
 
 
 EMBEDDINGS = [
@@ -269,7 +290,7 @@ async def test_pooling_models_keep_the_beginning() -> None:
         ({"input": "abc", "truncate_prompt_tokens": 2}, [256, 64]),
         ({"input": "abc", "truncate_prompt_tokens": 2, "truncation_side": "left"}, [65, 66]),
     ):
-        prompt = await subject.prompt("/v1/embeddings", json.dumps(body).encode())
+        prompt = await prompt_of(subject, "/v1/embeddings", json.dumps(body).encode())
         assert isinstance(prompt, Prompt)
         assert prompt.ids == ids
 
@@ -316,6 +337,6 @@ def test_ids_forwarded_by_the_prefill_side_on_other_chat_endpoints() -> None:
 
 
 async def test_a_responses_chat_has_the_bos_twice_as_in_the_engine() -> None:
-    prompt = await prompter("llama3_1").prompt("/v1/responses", b'{"input": "hi"}')
+    prompt = await prompt_of(prompter("llama3_1"), "/v1/responses", b'{"input": "hi"}')
     assert isinstance(prompt, Prompt)
     assert prompt.ids == [128000, 128000, 128006, 882, 128007, 271, 6151, 128009, 128006, 78191, 128007, 271]

@@ -12,7 +12,7 @@ from extproc.prompt import Options, Prompt, Prompter
 from extproc.prompt import tokenizer as tokenizers
 from extproc.prompt.prompter import templates_of
 from extproc.reasons import Reason
-from tests.tokenizers import SMALL
+from tests.tokenizers import SMALL, prompt_of
 
 SHOW = "{% for m in messages %}[{{ m | tojson }}]{% endfor %}{{ tools | tojson }}{{ '>' if add_generation_prompt }}"
 
@@ -25,7 +25,7 @@ def loaded() -> tokenizers.Loaded:
 async def shown(engine: Any, body: dict[str, Any], template: str = SHOW, path: str = "/v1/chat/completions") -> Any:
     options = Options(tokenizer="", models=("m",), chat_template=template, timeout=30.0, engine=engine)
     subject = Prompter(options, loaded(), templates_of(options, loaded()))
-    prompt = await subject.prompt(path, json.dumps(body).encode())
+    prompt = await prompt_of(subject, path, json.dumps(body).encode())
     return prompt if not isinstance(prompt, Prompt) else prompt.text
 
 

@@ -14,7 +14,7 @@ from extproc.prompt import Prompt, Prompter
 from extproc.prompt.probe import pieces_agree
 from extproc.prompt.segments import Cutter, added_around, delimiters
 from extproc.reasons import Refused
-from tests.tokenizers import FAMILIES, loaded, prompter
+from tests.tokenizers import FAMILIES, loaded, prompt_of, prompter
 
 TEXT = (
     "Hello, what's the weather in Paris? 你好，今天天气怎么样？ שלום עולם مرحبا بالعالم "
@@ -112,7 +112,7 @@ async def test_a_growing_chat_through_the_prompter(family: str) -> None:
     for turn in range(8):
         messages.append({"role": "user", "content": f"{turn} {words(rng, list(subject.delimiters))}"})
         body = json.dumps({"messages": messages}).encode()
-        prompt = await subject.prompt("/v1/chat/completions", body)
+        prompt = await prompt_of(subject, "/v1/chat/completions", body)
         assert isinstance(prompt, Prompt)
         assert prompt.text is not None
         assert [prompt.tokens] == tokenizer.encode([prompt.text], False)

@@ -13,7 +13,7 @@ from extproc.prompt import Options, Prompt, Prompter
 from extproc.prompt.prompter import read_template
 from extproc.prompt.template import BadTemplate, ChatTemplate, RenderError, Templates
 from extproc.reasons import Reason, Unscored
-from tests.tokenizers import SMALL
+from tests.tokenizers import SMALL, prompt_of
 
 U = [{"role": "user", "content": "hi"}]
 LOOP = "{% for message in messages %}"
@@ -196,7 +196,7 @@ async def shown(fields: dict[str, Any], **options: Any) -> str | Reason:
         Options(tokenizer=str(SMALL), models=("m",), **{"chat_template": SHOW, "timeout": 30.0, **options})
     )
     body = json.dumps({"messages": U, **fields}).encode()
-    result = await prompter.prompt("/v1/chat/completions", body)
+    result = await prompt_of(prompter, "/v1/chat/completions", body)
     return result.reason if isinstance(result, Unscored) else str(result.text)
 
 

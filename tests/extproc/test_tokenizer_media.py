@@ -9,7 +9,7 @@ import pytest
 
 from extproc.prompt import Prompt, Prompter
 from extproc.reasons import Reason, Unscored
-from tests.tokenizers import prompter
+from tests.tokenizers import prompt_of, prompter
 
 SYSTEM = {"role": "system", "content": "You describe pictures. " * 20}
 FIRST = {"role": "user", "content": "What can you see on pictures? " * 5}
@@ -19,7 +19,7 @@ PICTURE = {"role": "user", "content": [{"type": "text", "text": "And here?"}, IM
 
 
 async def outcome(subject: Prompter, body: dict[str, Any], path: str = "/v1/chat/completions") -> Prompt | Reason:
-    found = await subject.prompt(path, json.dumps(body).encode())
+    found = await prompt_of(subject, path, json.dumps(body).encode())
     return found.reason if isinstance(found, Unscored) else found
 
 

@@ -12,7 +12,7 @@ import pytest
 from extproc.prompt import Options, Prompt, Prompter
 from extproc.reasons import Reason, Unscored
 from kvindex.hashing import content_keys, extras_bytes, root_bytes
-from tests.tokenizers import SMALL, prompter
+from tests.tokenizers import SMALL, prompt_of, prompter
 
 DATA = Path(__file__).parent.parent / "data"
 CAPTURES = [("qwen3", "qwen3"), ("llama", "llama3_1"), ("gemma3", "gemma3")]
@@ -34,7 +34,7 @@ async def test_ids_are_the_engines(name: str, family: str) -> None:
     for row in rows(name):
         path = "/v1/chat/completions" if "messages" in row["body"] else "/v1/completions"
         for _ in range(2):  # the second time from the caches
-            result = await subject.prompt(path, json.dumps(row["body"]).encode())
+            result = await prompt_of(subject, path, json.dumps(row["body"]).encode())
             if row["http"] != 200:
                 assert isinstance(result, Unscored), row["case"]
                 assert result.reason in REFUSED, row["case"]
@@ -57,7 +57,7 @@ async def test_ids_are_those_of_the_engines_render_endpoints(name: str, family: 
     subject = prompter(family, **ENGINE)
     answered: dict[str, int] = {}
     for row in rows(name, "render"):
-        result = await subject.prompt(row["path"], json.dumps(row["body"]).encode())
+        result = await prompt_of(subject, row["path"], json.dumps(row["body"]).encode())
         if row["http"] == 200:
             assert isinstance(result, Prompt), (row["case"], result)
             assert result.ids == row["engine_ids"], row["case"]
@@ -78,7 +78,7 @@ CASES = json.loads((SMALL / "cases.json").read_text(encoding="utf-8"))
 
 @pytest.mark.parametrize("case", CASES["cases"], ids=lambda case: case["id"])
 async def test_cases(case: dict[str, Any]) -> None:
-    result = await small().prompt(case["path"], json.dumps(case["body"]).encode())
+    result = await prompt_of(small(), case["path"], json.dumps(case["body"]).encode())
     assert isinstance(result, Prompt)
     assert result.ids == case["expect_ids"]
 
@@ -88,7 +88,7 @@ NEGATIVE = {"T22": Reason.BAD_REQUEST, "T24": Reason.MULTIMODAL, "T26": Reason.M
 
 @pytest.mark.parametrize("case", [case for case in CASES["negative"] if case["id"] in NEGATIVE], ids=lambda c: c["id"])
 async def test_negative_cases(case: dict[str, Any]) -> None:
-    result = await small().prompt(case.get("path", "/v1/chat/completions"), json.dumps(case["body"]).encode())
+    result = await prompt_of(small(), case.get("path", "/v1/chat/completions"), json.dumps(case["body"]).encode())
     assert isinstance(result, Unscored)
     assert result.reason == NEGATIVE[case["id"]]
 
@@ -114,7 +114,7 @@ COMPLETIONS = [
 
 @pytest.mark.parametrize(("what", "body", "expected"), COMPLETIONS, ids=[row[0] for row in COMPLETIONS])
 async def test_completions(what: str, body: dict[str, Any], expected: list[int] | Reason) -> None:
-    result = await small(max_model_len=8).prompt("/v1/completions", json.dumps(body).encode())
+    result = await prompt_of(small(max_model_len=8), "/v1/completions", json.dumps(body).encode())
     assert (result.reason if isinstance(result, Unscored) else result.ids) == expected
 
 
@@ -124,7 +124,7 @@ async def test_the_tokenizers_own_cut_keeps_its_bos() -> None:
     body = {"prompt": "Hello world how are you", "truncate_prompt_tokens": 3}
     expected = [("left", [1268, 527, 499]), ("right", [128000, 9906, 1917]), (None, [128000, 527, 499])]
     for side, ids in expected:
-        result = await subject.prompt("/v1/completions", json.dumps({**body, "truncation_side": side}).encode())
+        result = await prompt_of(subject, "/v1/completions", json.dumps({**body, "truncation_side": side}).encode())
         assert isinstance(result, Prompt)
         assert result.ids == ids
 
@@ -155,7 +155,7 @@ async def test_models_adapters_salts_and_keys(
     if salt:
         body["cache_salt"] = salt
     for path, more in (("/v1/chat/completions", {}), ("/v1/completions", {"prompt": list(range(20))})):
-        prompt = await subject.prompt(path, json.dumps({**body, **more}).encode())
+        prompt = await prompt_of(subject, path, json.dumps({**body, **more}).encode())
         assert isinstance(prompt, Prompt)
         assert (prompt.model, prompt.adapter, prompt.salt) == (model, adapter, salt)
         extras = [extras_bytes([salt])] if salt else None
@@ -174,7 +174,7 @@ async def test_special_tokens_of_chat_and_completion_are_kept_apart() -> None:
         seen = []
         for special in (True, False, True, False):
             body = {"prompt": text, "add_special_tokens": special}
-            result = await subject.prompt("/v1/completions", json.dumps(body).encode())
+            result = await prompt_of(subject, "/v1/completions", json.dumps(body).encode())
             assert isinstance(result, Prompt)
             seen.append(result.ids)
         assert seen[0] == seen[2] == [128000, *seen[1]]
@@ -183,7 +183,7 @@ async def test_special_tokens_of_chat_and_completion_are_kept_apart() -> None:
 
 async def test_short_prompts_are_scored_and_counted() -> None:
     subject = Prompter.load(Options(tokenizer=str(SMALL), models=("m",), timeout=30))
-    prompt = await subject.prompt("/v1/completions", b'{"prompt": [1, 2, 3]}')
+    prompt = await prompt_of(subject, "/v1/completions", b'{"prompt": [1, 2, 3]}')
     assert isinstance(prompt, Prompt)
     assert subject.keys(prompt, 4) == []
     assert subject.stats.short_prompts == 1
@@ -191,8 +191,7 @@ async def test_short_prompts_are_scored_and_counted() -> None:
 
 async def test_without_a_tokenizer_ids_are_still_scored() -> None:
     subject = Prompter.load(Options(tokenizer="./no/such/place", models=("m",)), strict=False)
-    assert isinstance(await subject.prompt("/v1/completions", b'{"prompt": [1, 2, 3]}'), Prompt)
-    result = await subject.prompt("/v1/completions", b'{"prompt": "a"}')
+    assert isinstance(await prompt_of(subject, "/v1/completions", b'{"prompt": [1, 2, 3]}'), Prompt)
+    result = await prompt_of(subject, "/v1/completions", b'{"prompt": "a"}')
     assert isinstance(result, Unscored)
     assert result.reason == Reason.NO_TOKENIZER
-    assert subject.stats.unscored[Reason.NO_TOKENIZER] == 1

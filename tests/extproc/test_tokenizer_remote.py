@@ -14,6 +14,7 @@ from extproc.openai import Body, parse_body
 from extproc.prompt import Options, Prompt, Prompter
 from extproc.prompt.remote import ENTRY_BYTES, RemoteError, RemoteTokenizer
 from extproc.reasons import Reason, Unscored
+from tests.tokenizers import prompt_of
 
 CHAT = "/v1/chat/completions"
 U = [{"role": "user", "content": "hi"}]
@@ -32,9 +33,12 @@ class Engine:
         self.answers = list(answers) or [(200, {"token_ids": [1, 2]})]
         self.asked: list[tuple[str, Any]] = []
         self.gate: asyncio.Event | None = None
+        self.three_asked = asyncio.Event()
 
     async def __call__(self, url: str, data: bytes, timeout: float) -> tuple[int, bytes]:  # noqa: ASYNC109
         self.asked.append((url, json.loads(data)))
+        if len(self.asked) == 3:
+            self.three_asked.set()
         if self.gate is not None:
             await self.gate.wait()
         answer = self.answers[min(len(self.asked), len(self.answers)) - 1]
@@ -73,34 +77,69 @@ async def test_questions(api: Any, path: str, fields: dict[str, Any], url: str |
         assert engine.asked == [(url, question)]
 
 
+# whose fault: the request's (refused), the engine's (it rests), nobody's (a request that has no one prompt of text)
+REFUSED, FAILED, NEITHER = "refused", "failed", "neither"
 ANSWERS = [
-    ((200, {"token_ids": [7]}), [7], False),
-    ((200, {"tokens": [7], "count": 1}), [7], False),
-    ((200, [{"token_ids": [7]}]), [7], False),
-    ((200, [{"token_ids": [7]}, {"token_ids": [8]}]), None, False),
-    ((200, {"token_ids": []}), None, False),
-    ((200, {"token_ids": [-1]}), None, False),
-    ((200, {"token_ids": ["x"]}), None, False),
-    ((200, {"token_ids": [7], "features": {"mm_hashes": {}}}), None, False),
-    ((200, "text"), None, False),
-    ((400, {"error": {}}), None, True),
-    ((404, {}), None, False),
-    ((503, {}), None, False),
-    (OSError("refused"), None, False),
-    (TimeoutError(), None, False),
+    ((200, {"token_ids": [7]}), [7]),
+    ((200, {"tokens": [7], "count": 1}), [7]),
+    ((200, [{"token_ids": [7]}]), [7]),
+    ((200, [{"token_ids": [7]}, {"token_ids": [8]}]), NEITHER),
+    ((200, []), NEITHER),
+    ((200, {"token_ids": []}), NEITHER),
+    ((200, {"token_ids": [7], "features": {"mm_hashes": {"image": ["a"]}}}), NEITHER),
+    ((200, {"token_ids": [-1]}), FAILED),
+    ((200, {"token_ids": ["x"]}), FAILED),
+    ((200, {}), FAILED),
+    ((200, "text"), FAILED),
+    ((307, {}), FAILED),
+    ((400, {"error": {}}), REFUSED),
+    ((422, {}), REFUSED),
+    ((401, {}), FAILED),
+    ((403, {}), FAILED),
+    ((404, {}), FAILED),
+    ((408, {}), FAILED),
+    ((503, {}), FAILED),
+    (OSError("refused"), FAILED),
+    (TimeoutError(), FAILED),
+    (RemoteError("answer over 3 bytes"), NEITHER),
 ]
 
 
-@pytest.mark.parametrize(("answer", "ids", "refused"), ANSWERS)
-async def test_answers(answer: Any, ids: list[int] | None, refused: bool) -> None:
-    subject = remote(Engine(answer))
-    if ids is not None:
-        assert memoryview(await subject.ids(body({"messages": U}), 5.0)).cast("I").tolist() == ids
+@pytest.mark.parametrize(("answer", "expected"), ANSWERS)
+async def test_answers(answer: Any, expected: list[int] | str) -> None:
+    engine = Engine(answer, (200, {"token_ids": [8]}))
+    subject = remote(engine, clock=lambda: 0.0)
+    if isinstance(expected, list):
+        assert memoryview(await subject.ids(body({"messages": U}), 5.0)).cast("I").tolist() == expected
         return
     with pytest.raises(RemoteError) as error:
         await subject.ids(body({"messages": U}), 5.0)
-    assert error.value.refused is refused
-    assert subject.failed == (0 if refused else 1)
+    assert error.value.refused is (expected == REFUSED)
+    assert subject.failed == (expected == FAILED)
+    if expected == FAILED:
+        with pytest.raises(RemoteError, match="rests"):
+            await subject.ids(body({"messages": U}), 5.0)
+    else:
+        assert await subject.ids(body({"messages": U}), 5.0) == b"\x08\0\0\0", "the engine is still asked"
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_an_engine_that_wants_a_key_is_logged_once_with_the_remedy(
+    status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    engine = Engine((status, {}))
+    engine.gate = asyncio.Event()
+    subject = remote(engine, clock=lambda: now[0])
+    asked = [asyncio.create_task(subject.ids(body({"messages": U, "user": name}), 20.0)) for name in "abc"]
+    await asyncio.wait_for(engine.three_asked.wait(), 20.0)
+    engine.gate.set()
+    await asyncio.gather(*asked, return_exceptions=True)
+    for now[0], logged in ((0.0, 1), (59.0, 1), (60.0, 2)):
+        with pytest.raises(RemoteError) as error:
+            await subject.ids(body({"messages": U}), 5.0)
+        assert not error.value.refused
+        assert [f"HTTP {status}" in text and "without" in text for text in caplog.messages] == [True] * logged
 
 
 async def test_asked_once_for_many_and_kept() -> None:
@@ -158,7 +197,7 @@ async def test_prompter_asks_where_it_cannot_tell_itself() -> None:
     subject = Prompter(options, None, None, remote=remote(engine))
 
     async def outcome(fields: dict[str, Any]) -> Any:
-        found = await subject.prompt(CHAT, json.dumps({"messages": U, **fields}).encode())
+        found = await prompt_of(subject, CHAT, json.dumps({"messages": U, **fields}).encode())
         return found.reason if isinstance(found, Unscored) else found
 
     prompt = await outcome({"model": "ada", "cache_salt": "s", "truncate_prompt_tokens": 2})
@@ -170,7 +209,7 @@ async def test_prompter_asks_where_it_cannot_tell_itself() -> None:
     assert await outcome({"user": "z"}) == Reason.NO_TOKENIZER
     assert await outcome({"messages": []}) == Reason.BAD_REQUEST
     assert len(engine.asked) == 3
-    ids = await subject.prompt("/v1/completions", b'{"prompt": [1, 2]}')
+    ids = await prompt_of(subject, "/v1/completions", b'{"prompt": [1, 2]}')
     assert isinstance(ids, Prompt)
     assert len(engine.asked) == 3, "ids are known without asking"
 
@@ -178,18 +217,34 @@ async def test_prompter_asks_where_it_cannot_tell_itself() -> None:
 async def test_over_http() -> None:
     async def render(request: web.Request) -> web.Response:
         fields = await request.json()
-        return web.json_response({"token_ids": [len(fields["messages"])]})
+        if fields.get("user") == "elsewhere":
+            raise web.HTTPTemporaryRedirect("/elsewhere")
+        return web.json_response({"token_ids": [len(fields["messages"])] * fields.get("n", 1)})
+
+    reached: list[str] = []
+
+    async def elsewhere(request: web.Request) -> web.Response:
+        reached.append(request.path)
+        return web.json_response({"token_ids": [1]})
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions/render", render)
+    app.router.add_post("/elsewhere", elsewhere)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
-    subject = RemoteTokenizer([f"http://127.0.0.1:{port}"])
+    subject = RemoteTokenizer([f"http://127.0.0.1:{port}"], max_answer=100)
     try:
-        assert await subject.ids(body({"messages": U}), 20.0) == b"\1\0\0\0"
+        with pytest.raises(RemoteError, match="over 100 bytes"):
+            await subject.ids(body({"messages": U, "n": 50}), 20.0)
+        assert await subject.ids(body({"messages": U}), 20.0) == b"\1\0\0\0", "the engine is not at fault"
+        away = RemoteTokenizer([f"http://127.0.0.1:{port}"])
+        with pytest.raises(RemoteError, match="HTTP 307"):
+            await away.ids(body({"messages": U, "user": "elsewhere"}), 20.0)
+        await away.close()
+        assert not reached
         with pytest.raises(RemoteError):
             await subject.ids(body({"prompt": "a"}, "/v1/completions"), 20.0)
     finally:
