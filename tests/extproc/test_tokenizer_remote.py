@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from extproc.metrics import Metrics
+from extproc.observe import add_families
 from extproc.openai import Body, parse_body
 from extproc.prompt import Options, Prompt, Prompter
 from extproc.prompt.remote import ENTRY_BYTES, RemoteError, RemoteTokenizer
 from extproc.reasons import Reason, Unscored
+from tests.extproc.pool_model import make_pool
 from tests.tokenizers import prompt_of
 
 CHAT = "/v1/chat/completions"
@@ -212,6 +215,20 @@ async def test_prompter_asks_where_it_cannot_tell_itself() -> None:
     ids = await prompt_of(subject, "/v1/completions", b'{"prompt": [1, 2]}')
     assert isinstance(ids, Prompt)
     assert len(engine.asked) == 3, "ids are known without asking"
+
+
+async def test_metrics_of_pools_that_ask_engines() -> None:
+    engine = Engine((200, {"token_ids": [5]}), (503, {}))
+    asking, plain = make_pool(name="asking"), make_pool(name="plain")
+    asking.prompter = Prompter(Options(tokenizer="", models=("m",)), None, None, remote=remote(engine))
+    metrics = Metrics("test")
+    add_families(metrics, [asking, plain])
+    for name in ("a", "a", "b"):
+        await prompt_of(asking.prompter, CHAT, json.dumps({"messages": U, "user": name}).encode())
+    lines = metrics.render()[0].decode().splitlines()
+    shown = sorted(line for line in lines if line.startswith("kvcar_remote_tokenizer_"))
+    expected = {"asked": 2.0, "failed": 1.0, "known": 1.0}
+    assert shown == [f'kvcar_remote_tokenizer_{name}_total{{pool="asking"}} {n}' for name, n in expected.items()]
 
 
 async def test_over_http() -> None:
