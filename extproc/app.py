@@ -443,7 +443,7 @@ async def serve(config: Config, *, announce: Any = None) -> None:
 
 def run(config: Config, *, announce: Any = None) -> None:
     """`serve` in a new event loop, uvloop's where there is one."""
-    # Threads that hold the interpreter for its default 5 ms would show in every request's p99 (performance.md).
+    # Threads that hold the interpreter for its default 5 ms would show in every request's p99.
     sys.setswitchinterval(0.0005)
     try:
         import uvloop

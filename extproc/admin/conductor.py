@@ -1,4 +1,4 @@
-"""`POST /query` as the conductors of MindIE Motor and Mooncake answer it (kv-events.md 17.3, 17.4). Pure.
+"""`POST /query` as the conductors of MindIE Motor and Mooncake answer it. Pure.
 
 The two answers differ in the type under `DP`, so one cannot serve both: `admin.conductor_form` says which.
 

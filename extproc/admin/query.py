@@ -1,4 +1,4 @@
-"""Who holds a prompt: the query APIs and the heartbeat of the admin port (kv-events.md 17; docs/admin-api.md).
+"""Who holds a prompt: the query APIs and the heartbeat of the admin port (docs/admin-api.md).
 
     POST /v1/internal/kv-cache/query   {"token_ids": [...]}        as xLLM has it: {"matches": [...]}; [] = status only
                                        {"model", "messages" ...}   a request: tokenized as it would be, then the same

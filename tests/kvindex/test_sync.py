@@ -1,4 +1,4 @@
-"""The rules of synchronisation as traces: what goes in, what the stream is after it (kv-events.md 13).
+"""The rules of synchronisation as traces: what goes in, what the stream is after it.
 
 A trace is words; sequence numbers are decimal, blocks are letters, each the first block of a prompt of its own.
 
