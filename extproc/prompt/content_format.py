@@ -59,9 +59,7 @@ def _message_names(tree: nodes.Template) -> set[str]:
     """Variables of loops over the conversation."""
     lists = _aliases(tree, "messages")
     return {
-        _plain_name(loop.target)
-        for loop in tree.find_all(nodes.For)
-        if any(_reads(loop.iter, name) for name in lists)
+        _plain_name(loop.target) for loop in tree.find_all(nodes.For) if any(_reads(loop.iter, name) for name in lists)
     }
 
 

@@ -28,9 +28,7 @@ def probe_texts(delimiters: Sequence[str]) -> list[str]:
     return texts
 
 
-def pieces_agree(
-    encode: Encode, delimiters: Sequence[str], around: tuple[Sequence[int], Sequence[int]] | None
-) -> bool:
+def pieces_agree(encode: Encode, delimiters: Sequence[str], around: tuple[Sequence[int], Sequence[int]] | None) -> bool:
     """True if all probe texts agree. Blocking, some 10 to 50 ms. Raises nothing: failing to encode is no agreement."""
     cutter = Cutter(delimiters, min_piece=1)
     texts = probe_texts(delimiters)
