@@ -2,7 +2,7 @@
 #   make demo [ARGS=--stay]   three emulated engines, kvcar and a real Envoy, with a workload; --stay leaves it up
 #   make test [ARGS=...]      the whole suite, real Envoy and real ZMQ included
 #   make lint                 ruff and mypy --strict
-#   make bench                benchmarks that print ratios; writes bench.json
+#   make bench                benchmarks that print ratios; writes bench.json and bench.md
 SHELL := /bin/sh
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -12,7 +12,7 @@ ARGS ?=
 
 .PHONY: help demo test lint bench clean
 help:
-	@sed -n '2,6p' Makefile | sed 's/^# \{0,1\}//'
+	@sed -n '2,5p' Makefile | sed 's/^# \{0,1\}//'
 
 demo: $(VENV)/.demo
 	@exec $(PY) -m examples.local.demo $(ARGS)

@@ -118,6 +118,10 @@ def prompter_options(pool: PoolConfig, config: Config) -> PrompterOptions:
 
 def check_files(config: Config, name: str = "config") -> None:
     """Files that the configuration names exist. Raises ConfigError that names the key, the path and the remedy."""
+    if config.listen.tls:
+        for key, path in config.listen.tls:
+            if path is not None and not Path(path).is_file():
+                raise ConfigError(f"{name}: listen.tls.{key}: {path!r} is no readable file")
     for index, pool in enumerate(config.pools):
         where = f"{name}: pools[{index}]"
         looks_local = pool.tokenizer.startswith(("/", "./", "../", "~")) or Path(pool.tokenizer).exists()

@@ -27,6 +27,8 @@ from pydantic_core import ErrorDetails
 
 from extproc.decision import PROFILES
 from extproc.scorers import build as build_scorer
+from kvindex.endpoints import check_endpoint
+from kvindex.errors import ConfigurationError
 
 
 class ConfigError(Exception):
@@ -256,6 +258,17 @@ class InstanceConfig(_Node):
     bind: bool = False
     metrics: HttpUrl | None = None
 
+    @model_validator(mode="after")
+    def _reachable(self) -> InstanceConfig:
+        try:
+            if self.events is not None:
+                check_endpoint(self.events, bind=self.bind, what="events")
+            if self.replay is not None:
+                check_endpoint(self.replay, what="replay")
+        except ConfigurationError as error:
+            raise ValueError(str(error)) from None
+        return self
+
 
 class ScorerConfig(BaseModel):
     """`name` and the scorer's own parameters, which the scorer checks."""
@@ -345,6 +358,12 @@ class Config(_Node):
         _unique((pool.name for pool in self.pools), "pools", "name")
         _unique((name for pool in self.pools for name in pool.models + pool.adapters), "pools", "model name")
         _unique((item.name for pool in self.pools for item in pool.instances), "pools", "instance name")
+        if self.listen.address == self.admin.address and not self.listen.address.endswith(":0"):
+            raise ValueError(
+                f"listen.address and admin.address are both {self.listen.address}: each needs its own port"
+            )
+        if self.limits.tokenize_timeout_ms > self.limits.decide_timeout_ms:
+            raise ValueError("limits.tokenize_timeout_ms is above limits.decide_timeout_ms, of which it is a part")
         host = self.admin.address.rpartition(":")[0].strip("[]")
         if not (ipaddress.ip_address(host).is_loopback or self.admin.token or self.admin.allow_unauthenticated):
             raise ValueError(

@@ -304,7 +304,9 @@ class Session:
             status = message.headers.get(":status", "")
             code = int(status) if status.isdecimal() else None
             self._tell(lambda ticket: ticket.on_response_headers(code, message.served))
-            if not self._response_body_sent or message.end_of_stream:
+            # An engine that streams sends its headers before its prefill (vLLM does): they say nothing about it.
+            streams = message.headers.get("content-type", "").startswith("text/event-stream")
+            if message.end_of_stream or not (self._response_body_sent or streams):
                 self._on_first_byte()
             if message.headers.get("content-encoding", "identity") != "identity":
                 self._read_usage = False

@@ -257,6 +257,7 @@ class Server:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream; charset=utf-8", "x-engine": self.config.name}
         )
+        await response.prepare(request)  # before the prefill, as vLLM does
         opened = False
 
         def counted() -> dict[str, Any] | None:
@@ -268,7 +269,6 @@ class Server:
                 raise Lost
             if not opened:
                 opened = True
-                await response.prepare(request)
                 if job.chat:
                     roles = [api.role_row(number) for number in range(len(choices))]
                     await response.write(api.chunk(job, roles, first=True, counted=counted()))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import shutil
 import signal
 import statistics
@@ -186,7 +187,9 @@ def measure(stack: Stack, args: argparse.Namespace, show: Show, title: str) -> S
 
 def stay(stack: Stack, show: Show) -> None:
     """Leaves the CAR stack up until Ctrl-C."""
-    chat = '{"model": "demo", "messages": [{"role": "user", "content": "Where is the library?"}], "max_tokens": 16}'
+    # Several blocks of 16 tokens, so that the second time shows a hit.
+    question = "Where is the library, when does it open in the morning, and which bus goes there? " * 2
+    chat = json.dumps({"model": "demo", "messages": [{"role": "user", "content": question.strip()}], "max_tokens": 16})
     body = '{"model": "demo", "messages": [{"role": "user", "content": "Tell me more."}], "stream": true}'
     header = "-H 'content-type: application/json'"
     lines = (

@@ -398,6 +398,12 @@ FOLLOWED: list[tuple[str, tuple[Any, ...], tuple[int, int], list[Any]]] = [
         [("headers", 200, A), ("first_byte",), ("close",)],
     ),
     (
+        "streamed, body not sent: its headers come before its prefill",
+        (SSE,),
+        BUFFERED_MODES,
+        [("headers", 200, A), ("close",)],
+    ),
+    (
         "local reply of the gateway",
         (response_headers(503),),
         BUFFERED_MODES,
