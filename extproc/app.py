@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import sys
 import time
@@ -35,11 +36,12 @@ from extproc.reasons import Reason
 from extproc.router import Router
 from extproc.scorers import build as build_scorer
 from extproc.scorers import with_sessions
-from extproc.server import ExtProcServer, LoggingObserver, ServerOptions, TlsOptions
+from extproc.server import ExtProcServer, LoggingObserver, ServerError, ServerOptions, TlsOptions
 from extproc.session_rules import SessionOptions
 from extproc.shedding import Shedding
 from extproc.speculative import Approximate, Speculation
 from extproc.trace_log import TraceLog
+from extproc.watch import watch
 from kvindex.directory import Directory
 from kvindex.discovery.static import rank_endpoint
 from kvindex.errors import ConfigurationError
@@ -128,9 +130,9 @@ def check_files(config: Config, name: str = "config") -> None:
         if looks_local:
             found = Path(pool.tokenizer).expanduser()
             if not (found / "tokenizer.json").is_file() and not found.is_file():
+                what = "has no tokenizer.json" if found.exists() else "does not exist"
                 raise ConfigError(
-                    f"{where}.tokenizer: {pool.tokenizer!r} has no tokenizer.json; "
-                    "give the model's directory or a hub id"
+                    f"{where}.tokenizer: {pool.tokenizer!r} {what}; give the model's directory or a hub id"
                 )
         if pool.chat_template and not Path(pool.chat_template).is_file():
             raise ConfigError(f"{where}.chat_template: {pool.chat_template!r} is no readable file")
@@ -200,6 +202,7 @@ class App:
         self._server: ExtProcServer | None = None
         self._admin: AdminServer | None = None
         self._stop = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
         self._serving = False
         add_families(self.metrics_registry, self.pools)
 
@@ -325,8 +328,16 @@ class App:
         )
         admin = make_app(self, token=config.admin.token, more=queries.routes())
         self._admin = AdminServer(admin, host.strip("[]"), int(port))
-        admin_port = await self._admin.start()
-        ext_proc_port = await self._server.start()
+        try:
+            admin_port = await self._admin.start()
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise ConfigError(f"admin.address: cannot listen on {config.admin.address}: {reason}") from None
+        try:
+            ext_proc_port = await self._server.start()
+        except ServerError as error:
+            raise ConfigError(f"listen: {error}") from None
+        self._watch = asyncio.create_task(watch(self.pools))
         # What exists by now lives as long as the process: full collections need not look at it again.
         gc.collect()
         gc.freeze()
@@ -359,7 +370,9 @@ class App:
     async def stop(self) -> None:
         """Drain: health says NOT_SERVING, running exchanges finish within the grace, then everything closes."""
         self._serving = False
-        if self._server is not None:
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._server is not None and self._server.port:
             log.info("draining: %d requests in flight", sum(pool.inflight.total() for pool in self.pools))
             await self._server.drain()
             await self._server.stop()

@@ -1,0 +1,60 @@
+"""One log line when a stream is lost, comes back, or loses and regains its place: what the person on call greps for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+
+from extproc.pool import Pool
+from kvindex.directory import StreamReport
+
+log = logging.getLogger(__name__)
+
+INTERVAL = 2.0
+"""Seconds between looks. A stream that changes faster than that gives one line, not many."""
+
+State = tuple[bool, bool]
+
+
+class StreamLog:
+    """Remembers (connected, synchronized) of every stream and logs what changed."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str, int], State] = {}
+
+    def look(self, reports: Iterable[tuple[str, StreamReport]]) -> None:
+        """`reports`: (pool, report) of every stream there is."""
+        seen: dict[tuple[str, str, int], State] = {}
+        for pool, report in reports:
+            key = (pool, report.instance, report.dp_rank)
+            seen[key] = now = (report.link.connected, report.synchronized)
+            before = self._seen.get(key, (False, False))
+            if now != before:
+                self._tell(f"{report.instance}/{report.dp_rank}", report, before, now)
+        for key in self._seen.keys() - seen.keys():
+            log.info("stream %s/%d: no longer followed", key[1], key[2])
+        self._seen = seen
+
+    @staticmethod
+    def _tell(name: str, report: StreamReport, before: State, now: State) -> None:
+        connected, synchronized = now
+        if synchronized:
+            log.info(
+                "stream %s: synchronized at sequence %s, %s", name, report.sequence,
+                "complete" if report.complete else "without what the engine had before",
+            )  # fmt: skip
+        elif connected and not before[0]:
+            log.info("stream %s: connected to %s", name, report.endpoint)
+        elif not connected:
+            log.warning("stream %s: lost %s, its hits do not count: %s", name, report.endpoint, report.error or "")
+        else:
+            log.warning("stream %s: not synchronized, its hits do not count: %s", name, report.error or "")
+
+
+async def watch(pools: Sequence[Pool], interval: float = INTERVAL) -> None:
+    """Looks for ever; cancel it to end."""
+    lines = StreamLog()
+    while True:
+        lines.look((pool.name, report) for pool in pools for report in pool.directory.status())
+        await asyncio.sleep(interval)
