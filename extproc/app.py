@@ -10,17 +10,15 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from extproc import __version__
 from extproc.admin.query import Queries
 from extproc.admin.server import AdminServer, make_app
-from extproc.config import Config, ConfigError, InstanceConfig, pair_headers
+from extproc.config import Config, ConfigError, InstanceConfig, pair_headers, profile_of
 from extproc.config import Pool as PoolConfig
 from extproc.decider import PoolDecider
-from extproc.decision import PROFILES
 from extproc.decisions import DecisionLog
 from extproc.loads.base import LoadSource
 from extproc.loads.heartbeat import Heartbeats
@@ -271,15 +269,12 @@ class App:
                 max_sessions=sessions.max_sessions,
             )
         decode = pool.decode_scorer
-        profile = PROFILES[pool.pairs.profile]
-        if profile.prefill_header == "x-prefiller-host-port":
-            profile = replace(profile, prefill_header=self.config.headers.prefill)
         return Router(
             scorer,
             max_endpoints=pool.max_endpoints,
             dp=pool.dp,
             rank_header=self.config.headers.rank,
-            profile=profile,
+            profile=profile_of(pool, self.config.headers),
             decode_scorer=build_scorer(decode.name, **decode.parameters) if decode else None,
             split_threshold=pool.pairs.split_threshold,
             split_min_tokens=pool.pairs.split_min_tokens,

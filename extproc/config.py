@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Hashable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,10 +26,12 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from extproc.decision import PROFILES
+from extproc.decision import PROFILES, Profile
 from extproc.scorers import build as build_scorer
 from kvindex.endpoints import check_endpoint
 from kvindex.errors import ConfigurationError
+
+DEFAULT_PREFILL_HEADER = "x-prefiller-host-port"
 
 
 class ConfigError(Exception):
@@ -156,7 +159,7 @@ class Headers(_Node):
 
     destination: HeaderName = "x-gateway-destination-endpoint"
     rank: HeaderName = "x-data-parallel-rank"
-    prefill: HeaderName = "x-prefiller-host-port"
+    prefill: HeaderName = DEFAULT_PREFILL_HEADER
     scorer: HeaderName = "x-kvcar-scorer"
     priority: HeaderName = "x-kvcar-priority"
     explain: bool = False
@@ -208,6 +211,8 @@ class Pairs(_Node):
     """Prefill/decode pairs, for pools with prefill instances."""
 
     profile: Literal["llm-d", "xllm", "plain"] = "llm-d"
+    prefill_header: HeaderName | None = None
+    decode_header: HeaderName | None = None
     split_threshold: int = Field(0, ge=0)
     split_min_tokens: int = Field(0, ge=0)
 
@@ -375,12 +380,20 @@ class Config(_Node):
 
 def pair_headers(config: Config) -> tuple[str, ...]:
     """Headers that tell prefill/decode pairs to the engines of this configuration."""
-    profiles = [
-        PROFILES[pool.pairs.profile]
-        for pool in config.pools
-        if any(one.role in ("prefill", "decode", "mix") for one in pool.instances)
-    ]
+    pools = (pool for pool in config.pools if any(one.role != "default" for one in pool.instances))
+    profiles = [profile_of(pool, config.headers) for pool in pools]
     return tuple(name for one in profiles for name in (one.prefill_header, one.decode_header) if name)
+
+
+def profile_of(pool: Pool, headers: Headers) -> Profile:
+    """How the pool's prefill/decode pairs are told, with the configured header names."""
+    profile = PROFILES[pool.pairs.profile]
+    prefill = headers.prefill if profile.prefill_header == DEFAULT_PREFILL_HEADER else profile.prefill_header
+    return replace(
+        profile,
+        prefill_header=pool.pairs.prefill_header or prefill,
+        decode_header=pool.pairs.decode_header or profile.decode_header,
+    )
 
 
 def load(path: Path) -> Config:

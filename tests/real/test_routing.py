@@ -54,13 +54,16 @@ async def test_burst_of_one_prefix(speculation: bool, tmp_path: Path) -> None:
 
 async def test_pair_is_told_to_the_decode_engine(tmp_path: Path) -> None:
     roles = {"engine-0": {"role": "prefill"}, "engine-1": {"role": "decode"}, "engine-2": {"role": "decode"}}
-    with Stack(tmp_path, config={"instance": roles}) as stack:
+    pairs = {"decode_header": "x-my-decode"}
+    envoy = {"written_headers": ("x-my-decode",)}
+    with Stack(tmp_path, config={"instance": roles, "pool": {"pairs": pairs}}, envoy=envoy) as stack:
         answers = await burst(stack, 4)
         assert {answer.status for answer in answers} == {200}
         assert set(engines_of(stack, answers)) == {"engine-1", "engine-2"}
         for engine in stack.engines[1:]:
             for row in engine.call("/emulator/requests")["requests"]:
                 assert row["headers"]["x-prefiller-host-port"] == stack.engines[0].address
+                assert row["headers"]["x-my-decode"] == engine.address
 
 
 async def test_rank_is_told_and_honoured(tmp_path: Path) -> None:
