@@ -173,7 +173,7 @@ class App:
             SyncLimits(
                 max_message_bytes=events.max_message_bytes,
                 max_buffered_bytes=events.max_buffered_bytes,
-                replay_timeout=events.replay_timeout_ms / 1000,
+                replay_timeout=None if events.replay_timeout_ms is None else events.replay_timeout_ms / 1000,
                 resync_interval=events.resync_interval_ms / 1000,
                 attempts=events.replay_attempts,
                 backoff_initial=events.backoff_initial_ms / 1000,

@@ -182,7 +182,7 @@ class Events(_Node):
     max_message_bytes: int = Field(8 << 20, ge=1024)
     max_buffered_bytes: int = Field(16 << 20, ge=1024)
     max_replays: int = Field(4, ge=1, le=64)
-    replay_timeout_ms: int = Field(5000, ge=10, le=600_000)
+    replay_timeout_ms: int | None = Field(None, ge=10, le=600_000)
     resync_interval_ms: int = Field(30_000, ge=100)
     replay_attempts: int = Field(3, ge=1, le=100)
     backoff_initial_ms: int = Field(1000, ge=1)

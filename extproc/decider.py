@@ -137,8 +137,9 @@ class PoolDecider:
         if isinstance(prompt, Unscored):
             return self._pass(record, prompt, pool, started)
         keys = pool.keys(prompt)
+        hits = pool.hits(keys, encoded)
         matched = clock()
-        decision = pool.route(prompt, keys, matched, ask)
+        decision = pool.route(prompt, keys, hits, matched, ask)
         record.decision = decision
         record.scorer = scorer = ask.scorer if ask.scorer in pool.routers else pool.scorer_name
         scored = clock()

@@ -128,16 +128,19 @@ class Pool:
             return None
         return self.shedding.refuse((self.loads.get(one.name, now) for one in self.instances), priority)
 
-    def route(self, prompt: Prompt, keys: list[bytes], now: float, ask: Ask = NOTHING_ASKED) -> Decision:
+    def hits(self, keys: list[bytes], now: float) -> Hits | None:
+        """Who holds these blocks, by the engines' word and by our own; None when nothing can match."""
+        match: Hits | None = self.directory.match(keys) if keys else None
+        return match if self.beside is None else self.beside.over(match, keys, now)
+
+    def route(
+        self, prompt: Prompt, keys: list[bytes], hits: Hits | None, now: float, ask: Ask = NOTHING_ASKED
+    ) -> Decision:
         """The decision, not yet charged to anybody. A scorer that is not allowed is taken for none."""
         request = Request(prompt.count, self.directory.block_size or 0, session=ask.session, now=now)
         router = self.routers.get(ask.scorer, self.router) if ask.scorer else self.router
-        match: Hits | None = self.directory.match(keys) if keys else None
-        beside = self.beside
-        if beside is not None:
-            match = beside.over(match, keys, now)
-        decision = router.route(request, self.instances, match, self.loads, self.inflight, now, only=ask.only)
+        decision = router.route(request, self.instances, hits, self.loads, self.inflight, now, only=ask.only)
         chosen = decision.chosen
-        if beside is not None and chosen is not None:
-            beside.add(self.by_name[instance_of(chosen)], chosen.rank, keys, now)
+        if self.beside is not None and chosen is not None:
+            self.beside.add(self.by_name[instance_of(chosen)], chosen.rank, keys, now)
         return decision

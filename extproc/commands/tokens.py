@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from extproc.commands.common import CONFIG, fail, read_config
+
 if TYPE_CHECKING:
     from extproc.config import Config, Pool
     from extproc.openai import Body
@@ -18,9 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option(
-    "-c", "--config", "config_path", required=True, type=click.Path(path_type=Path), help="Configuration file (YAML)."
-)
+@CONFIG
 @click.option("--path", default=None, help="Request path; default: by the body, chat when it has messages.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 @click.argument("request_file", metavar="REQUEST.json", type=click.File("rb"))
@@ -31,16 +31,15 @@ def tokens(config_path: Path, path: str | None, as_json: bool, request_file: Any
     The output holds the request's text: this command is for your own requests.
     """
     from extproc import app
-    from extproc.config import ConfigError, load
+    from extproc.config import ConfigError
     from extproc.openai import Body, parse_body
     from extproc.reasons import Reason, Unscored
 
+    config = read_config(config_path)
     try:
-        config = load(config_path)
         app.check_files(config, str(config_path))
     except ConfigError as error:
-        click.echo(f"kvcar: {error}", err=True)
-        raise SystemExit(2) from None
+        fail(str(error))
     data = request_file.read()
     parsed = parse_body(path or _guess(data), {}, data, max_bytes=config.limits.max_body_bytes)
     pool = None
