@@ -16,10 +16,11 @@ from typing import Any
 from extproc import __version__
 from extproc.admin.query import Queries
 from extproc.admin.server import AdminServer, make_app
-from extproc.config import Config, ConfigError, InstanceConfig, pair_headers, profile_of
+from extproc.config import Config, ConfigError, pair_headers, profile_of
 from extproc.config import Pool as PoolConfig
 from extproc.decider import PoolDecider
 from extproc.decisions import DecisionLog
+from extproc.instances import instance_of
 from extproc.loads.base import LoadSource
 from extproc.loads.heartbeat import Heartbeats
 from extproc.loads.prometheus import PrometheusPoller, Target
@@ -41,9 +42,8 @@ from extproc.speculative import Approximate, Speculation
 from extproc.trace_log import TraceLog
 from extproc.watch import watch
 from kvindex.directory import Directory
-from kvindex.discovery.static import rank_endpoint
 from kvindex.errors import ConfigurationError
-from kvindex.fleet import Fleet, FleetChange, Instance, StreamEndpoint, check_instances
+from kvindex.fleet import Fleet, FleetChange, Instance, check_instances
 from kvindex.options import TransportOptions, from_environment
 from kvindex.sync import SyncLimits
 from kvindex.transport import EventTransport
@@ -51,39 +51,10 @@ from kvindex.transport import EventTransport
 log = logging.getLogger(__name__)
 
 
-def instance_of(pool: PoolConfig, given: InstanceConfig) -> Instance:
-    """The registry's form of a configured instance. Raises ConfigurationError that names instance, value and remedy."""
-    streams = tuple(
-        StreamEndpoint(
-            dp_rank=rank,
-            events=rank_endpoint(given.events, rank),
-            replay=rank_endpoint(given.replay, rank) if given.replay else None,
-            topic=given.topic,
-            dialect=pool.dialect,
-            recovery=None if pool.recovery == "auto" else pool.recovery,
-            bind=given.bind,
-        )
-        for rank in range(given.dp_size)
-        if given.events
-    )
-    instance = Instance(
-        name=given.name,
-        address=given.address,
-        pool=pool.name,
-        role=given.role,
-        dp_size=given.dp_size,
-        incarnation="static",
-        events=streams,
-        model=pool.models[0],
-    )
-    instance.check()
-    return instance
-
-
 def instances_of(config: Config) -> list[Instance]:
     """Every configured instance, checked alone and against the others. Raises ConfigError."""
     try:
-        found = [instance_of(pool, given) for pool in config.pools for given in pool.instances]
+        found = [instance_of(pool.facts, given) for pool in config.pools for given in pool.instances]
         check_instances(found)
     except ConfigurationError as error:
         raise ConfigError(f"pools: {error}") from None

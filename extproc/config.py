@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -26,49 +25,15 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from extproc.config_types import Address, HeaderName, Node, RequestPath
+from extproc.config_types import ConfigError as ConfigError
 from extproc.decision import PROFILES, Profile
+from extproc.discovery_config import DiscoveryConfig
+from extproc.instances import InstanceConfig as InstanceConfig
+from extproc.instances import PoolFacts
 from extproc.scorers import build as build_scorer
-from kvindex.endpoints import check_endpoint
-from kvindex.errors import ConfigurationError
 
 DEFAULT_PREFILL_HEADER = "x-prefiller-host-port"
-
-
-class ConfigError(Exception):
-    """The configuration cannot be used; the message has one line a mistake, ready to print."""
-
-
-def _address(text: str) -> str:
-    """'ip:port' or '[ipv6]:port' as Envoy matches it; raises ValueError that says what is allowed."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isascii() or not port.isdigit() or not 0 <= int(port) <= 65535:
-        raise ValueError("must be ip:port with a port of 0 to 65535, such as 10.0.0.1:8000 or [::1]:8000")
-    try:
-        parsed = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        raise ValueError(
-            "the part before the port must be an IP address (Envoy compares addresses, a host name never matches)"
-        ) from None
-    if parsed.version == 6 and not host.startswith("["):
-        raise ValueError("an IPv6 address needs brackets, such as [::1]:8000")
-    return text
-
-
-def _engine_address(text: str) -> str:
-    text = _address(text)
-    host, _, port = text.rpartition(":")
-    if int(port) == 0:
-        raise ValueError("the port of an engine must be 1 to 65535")
-    if ipaddress.ip_address(host.strip("[]")).is_unspecified:
-        raise ValueError("must be the address that Envoy connects to, not a wildcard")
-    return text
-
-
-def _header_name(text: str) -> str:
-    allowed = "abcdefghijklmnopqrstuvwxyz0123456789-_."
-    if not text or any(letter not in allowed for letter in text):
-        raise ValueError("must be a lower-case header name (letters, digits, '-', '_', '.')")
-    return text
 
 
 def _block_size(value: Any) -> int | Literal["auto"]:
@@ -83,16 +48,7 @@ def _scorer(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
-Address = Annotated[str, AfterValidator(_address)]
-EngineAddress = Annotated[str, AfterValidator(_engine_address)]
-HeaderName = Annotated[str, AfterValidator(_header_name)]
-
-
-class _Node(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class Tls(_Node):
+class Tls(Node):
     """PEM files of a listening port. With `client_ca` every client must show a certificate it signed."""
 
     cert: str
@@ -100,7 +56,7 @@ class Tls(_Node):
     client_ca: str | None = None
 
 
-class Listen(_Node):
+class Listen(Node):
     """The ext_proc gRPC port."""
 
     address: Address = "127.0.0.1:9002"
@@ -110,7 +66,7 @@ class Listen(_Node):
     observe_usage: bool = False
 
 
-class Admin(_Node):
+class Admin(Node):
     """The HTTP port for health, metrics and queries."""
 
     address: Address = "127.0.0.1:9003"
@@ -119,42 +75,26 @@ class Admin(_Node):
     conductor_form: Literal["motor", "mooncake"] = "motor"
 
 
-class Log(_Node):
+class Log(Node):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["text", "json"] = "text"
 
 
-def _path(text: str) -> str:
-    if not text.startswith("/") or "?" in text or "#" in text:
-        raise ValueError("must be a path that starts with '/', without query")
-    return text
-
-
-def _url(text: str) -> str:
-    if not text.startswith(("http://", "https://")) or len(text.split("/", 3)[2]) == 0:
-        raise ValueError("must be a URL such as http://10.0.0.1:8000/metrics")
-    return text
-
-
-HttpUrl = Annotated[str, AfterValidator(_url)]
-RequestPath = Annotated[str, AfterValidator(_path)]
-
-
-class Paths(_Node):
+class Paths(Node):
     """Where requests with prompts arrive, beside the usual paths."""
 
     bases: tuple[RequestPath, ...] = ()
     rewrites: dict[RequestPath, RequestPath] = Field(default_factory=dict)
 
 
-class TraceConfig(_Node):
+class TraceConfig(Node):
     """A log of decisions that `kvcar simulate` replays; holds hashes of prefixes, no text."""
 
     path: str
     max_bytes: int = Field(1 << 30, ge=1024)
 
 
-class Headers(_Node):
+class Headers(Node):
     """Names of the headers kvcar sets; a client's own copies of the first three are always removed."""
 
     destination: HeaderName = "x-gateway-destination-endpoint"
@@ -165,7 +105,7 @@ class Headers(_Node):
     explain: bool = False
 
 
-class Limits(_Node):
+class Limits(Node):
     max_body_bytes: int = Field(33_554_432, ge=1024, le=1 << 31)
     decide_timeout_ms: int = Field(1000, ge=10, le=60_000)
     tokenize_timeout_ms: int = Field(500, ge=1, le=60_000)
@@ -173,7 +113,7 @@ class Limits(_Node):
     token_cache_bytes: int = Field(256 << 20, ge=0)
 
 
-class Events(_Node):
+class Events(Node):
     """Bounds and pacing of the KV event streams, for all pools together where not said otherwise."""
 
     max_streams: int = Field(128, ge=1, le=4096)
@@ -191,7 +131,7 @@ class Events(_Node):
     reconnect_max_ms: int = Field(5000, ge=1)
 
 
-class LoadConfig(_Node):
+class LoadConfig(Node):
     """Where the load that scorers see comes from."""
 
     source: Literal["inflight", "prometheus", "heartbeat"] = "inflight"
@@ -201,13 +141,13 @@ class LoadConfig(_Node):
     own_delta: bool = False
 
 
-class RemoteTokenizerConfig(_Node):
+class RemoteTokenizerConfig(Node):
     """Ask the pool's own engines for tokens where nothing can be loaded here: network calls on the request path."""
 
     api: Literal["render", "tokenize"] = "render"
 
 
-class Pairs(_Node):
+class Pairs(Node):
     """Prefill/decode pairs, for pools with prefill instances."""
 
     profile: Literal["llm-d", "xllm", "plain"] = "llm-d"
@@ -217,7 +157,7 @@ class Pairs(_Node):
     split_min_tokens: int = Field(0, ge=0)
 
 
-class Sessions(_Node):
+class Sessions(Node):
     """Requests of one session key stay together."""
 
     header: HeaderName = "x-session-id"
@@ -227,52 +167,27 @@ class Sessions(_Node):
     max_sessions: int = Field(100_000, ge=1)
 
 
-class SpeculationConfig(_Node):
+class SpeculationConfig(Node):
     """A routed prompt counts as cached until events say so."""
 
     ttl_ms: int = Field(2000, ge=1)
     max_blocks: int = Field(200_000, ge=1)
 
 
-class ApproximateConfig(_Node):
+class ApproximateConfig(Node):
     """Instead of events: what was sent to each engine, in an LRU of its size."""
 
     ttl_ms: int = Field(120_000, ge=1)
     capacity_blocks: int = Field(31_250, ge=1)
 
 
-class SheddingConfig(_Node):
+class SheddingConfig(Node):
     """429 while every engine is saturated."""
 
     queue_threshold: float = Field(5.0, gt=0)
     usage_threshold: float = Field(0.8, gt=0, le=1)
     spare_priority: int | None = None
     retry_after_s: int = Field(1, ge=1)
-
-
-class InstanceConfig(_Node):
-    """One engine. `events` and `replay` are the endpoints of rank 0; rank r uses port + r."""
-
-    name: str = Field(min_length=1, max_length=200)
-    address: EngineAddress
-    role: Literal["default", "prefill", "decode", "mix"] = "default"
-    dp_size: int = Field(1, ge=1, le=1024)
-    events: str | None = None
-    replay: str | None = None
-    topic: str = ""
-    bind: bool = False
-    metrics: HttpUrl | None = None
-
-    @model_validator(mode="after")
-    def _reachable(self) -> InstanceConfig:
-        try:
-            if self.events is not None:
-                check_endpoint(self.events, bind=self.bind, what="events")
-            if self.replay is not None:
-                check_endpoint(self.replay, what="replay")
-        except ConfigurationError as error:
-            raise ValueError(str(error)) from None
-        return self
 
 
 class ScorerConfig(BaseModel):
@@ -291,7 +206,7 @@ class ScorerConfig(BaseModel):
         return dict(self.model_extra or {})
 
 
-class Pool(_Node):
+class Pool(Node):
     """Instances that serve the same model, and how requests for it are tokenized and routed."""
 
     name: str = Field(min_length=1, max_length=100)
@@ -327,6 +242,13 @@ class Pool(_Node):
     shedding: SheddingConfig | None = None
     max_endpoints: int = Field(3, ge=1, le=64)
     instances: tuple[InstanceConfig, ...] = ()
+    discovery: tuple[DiscoveryConfig, ...] = ()
+
+    @property
+    def facts(self) -> PoolFacts:
+        """What every instance of the pool has in common."""
+        recovery = None if self.recovery == "auto" else self.recovery
+        return PoolFacts(self.name, self.models[0], self.dialect, recovery)
 
     @model_validator(mode="after")
     def _consistent(self) -> Pool:
@@ -345,7 +267,7 @@ class Pool(_Node):
         return self
 
 
-class Config(_Node):
+class Config(Node):
     """The whole file."""
 
     listen: Listen = Listen()

@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel
 
 from extproc import config
+from extproc.discovery_config import DiscoveryConfig
 
 GOOD = """
 pools:
@@ -123,7 +124,7 @@ def uncommented(text: str) -> str:
     for line in text.splitlines():
         bare = line.lstrip()
         key = bare.removeprefix("# ")
-        if bare.startswith("# ") and ":" in key and " " not in key.split(":")[0]:
+        if bare.startswith("# ") and ":" in key and " " not in key.removeprefix("- ").split(":")[0]:
             line = line[: len(line) - len(bare)] + key
         elif bare.startswith("#   "):
             line = line[: len(line) - len(bare)] + bare[2:]
@@ -154,3 +155,21 @@ def test_the_example_shows_every_key_with_its_default() -> None:
     for name in config.Pool.model_fields:
         if name not in {"name", "models", "tokenizer", "instances", "scorer"}:
             assert getattr(shown, name) == getattr(default, name), name
+
+
+def variants(union: Any) -> Iterator[type[BaseModel]]:
+    for part in getattr(union, "__args__", (union,)):
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            yield part
+        else:
+            yield from variants(part)
+
+
+def test_the_example_shows_every_key_of_every_source_of_instances() -> None:
+    tree = yaml.safe_load(uncommented(files("extproc").joinpath("example.yaml").read_text("utf-8")))
+    shown = {entry["type"]: entry for entry in tree["pools"][0]["discovery"]}
+    found = list(variants(DiscoveryConfig))
+    assert shown.keys() == {variant.model_fields["type"].annotation.__args__[0] for variant in found}  # type: ignore[union-attr]
+    for variant in found:
+        name = variant.model_fields["type"].annotation.__args__[0]  # type: ignore[union-attr]
+        assert [key for key in keys_of(variant) if not present(shown[name], key)] == [], name

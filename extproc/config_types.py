@@ -1,0 +1,70 @@
+"""Types that every part of the configuration is made of: a strict frozen node, addresses, header names, URLs, paths."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; the message has one line a mistake, ready to print."""
+
+
+def _address(text: str) -> str:
+    """'ip:port' or '[ipv6]:port' as Envoy matches it; raises ValueError that says what is allowed."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isascii() or not port.isdigit() or not 0 <= int(port) <= 65535:
+        raise ValueError("must be ip:port with a port of 0 to 65535, such as 10.0.0.1:8000 or [::1]:8000")
+    try:
+        parsed = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        raise ValueError(
+            "the part before the port must be an IP address (Envoy compares addresses, a host name never matches)"
+        ) from None
+    if parsed.version == 6 and not host.startswith("["):
+        raise ValueError("an IPv6 address needs brackets, such as [::1]:8000")
+    return text
+
+
+def _engine_address(text: str) -> str:
+    text = _address(text)
+    host, _, port = text.rpartition(":")
+    if int(port) == 0:
+        raise ValueError("the port of an engine must be 1 to 65535")
+    if ipaddress.ip_address(host.strip("[]")).is_unspecified:
+        raise ValueError("must be the address that Envoy connects to, not a wildcard")
+    return text
+
+
+def _header_name(text: str) -> str:
+    allowed = "abcdefghijklmnopqrstuvwxyz0123456789-_."
+    if not text or any(letter not in allowed for letter in text):
+        raise ValueError("must be a lower-case header name (letters, digits, '-', '_', '.')")
+    return text
+
+
+Address = Annotated[str, AfterValidator(_address)]
+EngineAddress = Annotated[str, AfterValidator(_engine_address)]
+HeaderName = Annotated[str, AfterValidator(_header_name)]
+
+
+class Node(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def _path(text: str) -> str:
+    if not text.startswith("/") or "?" in text or "#" in text:
+        raise ValueError("must be a path that starts with '/', without query")
+    return text
+
+
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")) or len(text.split("/", 3)[2]) == 0:
+        raise ValueError("must be a URL such as http://10.0.0.1:8000/metrics")
+    return text
+
+
+HttpUrl = Annotated[str, AfterValidator(_url)]
+RequestPath = Annotated[str, AfterValidator(_path)]
