@@ -119,7 +119,8 @@ class Feed:
         return unknown
 
     def restores(self, batch: Batch) -> tuple[bool, Batch]:
-        """Is it AllBlocksCleared, then Stored: the whole content at its sequence (6)? And the batch, still to be read.
+        """Is it AllBlocksCleared, then Stored: the whole content at its sequence? xLLM publishes a full
+        restore so. And the batch, still to be read.
 
         Raises Lost.
         """

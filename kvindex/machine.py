@@ -348,8 +348,10 @@ class Machine:
                 if self._feed.apply(shadow, held, objects):
                     raise Lost(f"message {held.sequence} names a parent that is not in it")
                 newest = held
-            if self._beyond(newest.sequence):
-                raise Lost(f"it ends at {newest.sequence}, and message {self._owed} is lost")
+            if self._behind(newest.sequence):
+                raise Lost(
+                    f"it ends at {newest.sequence}, message {max(self.last or 0, self._seen or 0)} came before it"
+                )
         except (Lost, CapacityExceeded) as error:
             shadow.close()
             return self._failed(now, str(error))
@@ -360,7 +362,7 @@ class Machine:
         attempt = self._attempt
         actions = self._cancel()
         self._counts["replay_failures"] += 1
-        # A lossy replay (12.4) brings a part each time, which is kept.
+        # A replay may leave messages out (a ROUTER drops what its peer's queue has no room for): the part that came is kept.
         self._tries += 0.25 if attempt is not None and attempt.advanced else 1
         if self.recovery is Recovery.HISTORY and self._tries >= self.limits.attempts:
             self._feed.warnings["replay"] = f"{self._error}; going on without replay, incomplete"
@@ -409,6 +411,11 @@ class Machine:
     def _beyond(self, end: int | None) -> bool:
         """Did a message above `end` come damaged? Only what brings it covers it."""
         return self._owed is not None and end is not None and end < self._owed
+
+    def _behind(self, end: int) -> bool:
+        """Is a snapshot that ends there older than what was applied, or has come over this connection? Going back to it
+        would take away what is newer, and a message between the two could not be asked for."""
+        return any(one is not None and end < one for one in (self.last, self._seen))
 
     def _arrived(self, now: float, frame: Frame) -> None:
         self.last, self._digest = frame.sequence, frame.digest

@@ -63,7 +63,7 @@ class Input(_Word):
     LATE = "late"  # new on the live channel, but a replay or snapshot brought it already
     DUPLICATE = "duplicate"  # the last one seen, once more
     BEHIND = "behind"  # not above the last one seen: the engine was restarted
-    DAMAGED = "damaged"  # found when it was to be applied: message lost (10.5), or the effect of one of its events
+    DAMAGED = "damaged"  # found when it was to be applied: message lost, or the effect of one of its events
     LOST = "lost"  # the same, but there is no place where it could be waited for: its number is unknown
     RESTORE = "restore"  # snapshot recovery only: cleared, then the whole content
     # found while a frame was applied

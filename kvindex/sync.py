@@ -11,7 +11,8 @@ is; states.py what is done about it, as a table; machine.py how; feed.py what on
 
     last     sequence of the last frame applied, None = no run. 0 is a number like any other
     digest   of that frame's payload: shows whether a publisher that answers from `last` is the same process
-    seen     last sequence on the live channel of this connection; it only grows, unless the engine was restarted
+    seen     last sequence on the live channel of this connection; it only grows, unless the engine was restarted. A
+             snapshot that, with the live frames that follow it, ends below `seen` or `last` is dismissed
     lost     a message that came damaged keeps its number and its place (Frame.lost): what would apply it goes by the
              rules of damage, what brings it otherwise (a replay, a snapshot above it) covers it; an attempt that
              does not has failed

@@ -218,7 +218,7 @@ class Decoder:
         salt: Any,
         reused: bool,
     ) -> Event:
-        """Checks in the order of 10.3 and 10.4: whether the event is of use at all, then whether it is sound."""
+        """Checks in this order: whether the event is of use at all, then whether it is sound."""
         tier = tier_of(self.options.default_medium if medium is None else medium)
         group = group_of(group)
         if kind is not None and kind != self._kinds.get(group):

@@ -59,6 +59,7 @@ class Engine:
         self.copies: dict[Tier, Counter[bytes]] = {tier: Counter() for tier in Tier}
         self.told: set[bytes] = set()
         self.ring: deque[Message] = deque(maxlen=ring)
+        self.snapshots: deque[Message] = deque(maxlen=6)
         self.next = first
         self.array = recovery is not Recovery.SNAPSHOT and dice.random() < 0.4
         self.seed = dice.getrandbits(40)
@@ -173,7 +174,12 @@ class Engine:
         self.ring.append(message)
         self.last = message
         self.next += 1
+        if self.recovery is Recovery.SNAPSHOT:
+            self.snapshots.append(self.snapshot())
         return message
+
+    def snapshot(self) -> Message:
+        return Message(self.next - 1, self.pack(self.content()), self.truth(), self.process)
 
     def pack(self, events: list[Any]) -> bytes:
         if self.array:
@@ -181,9 +187,10 @@ class Engine:
         rank = self.dice.choice((0, 0, None))
         return msgpack.packb([self.dice.random() * 1e9, events, rank])  # type: ignore[no-any-return]
 
-    def replay(self, start: int) -> list[Message]:
+    def replay(self, start: int, *, stale: bool = False) -> list[Message]:
+        """stale: a snapshot of some messages ago."""
         if self.recovery is Recovery.SNAPSHOT:
-            return [Message(self.next - 1, self.pack(self.content()), self.truth(), self.process)]
+            return [self.dice.choice(self.snapshots) if stale and self.snapshots else self.snapshot()]
         return [message for message in self.ring if message.sequence >= start]
 
 
@@ -221,6 +228,7 @@ class Faults:
     truncate: float = 0.0
     refuse: float = 0.0
     stray: float = 0.0
+    stale: float = 0.0
     operator: float = 0.0
 
 
@@ -267,7 +275,8 @@ class World:
         self.newest_told = self.engine.process  # process behind the connection we were last told of
         self.faults = Faults()
         self.heard = -1
-        """Number of the last message that arrived damaged over this connection."""
+        """Over this connection: number of the last message that arrived damaged; snapshot: that arrived, or was applied.
+        A view below it has gone back, or lacks a message that nobody will ask for."""
         self.checked: Any = None
 
     def _engine(self, first: int = 0) -> Engine:
@@ -381,7 +390,8 @@ class World:
             frames = self.on_wire.popleft()
             numbered = len(frames) == 3 and len(frames[1]) == 8
             true = self.seen_before.get(xxh3_64_intdigest(frames[-1]))
-            if numbered and frames[0] == TOPIC and frames[1] != END and (true is None or true.harm):
+            counts = true is None or true.harm or self.recovery is Recovery.SNAPSHOT
+            if numbered and frames[0] == TOPIC and frames[1] != END and counts:
                 self.heard = int.from_bytes(frames[1], "big")
             running = self.answers[:1]
             self.do(self.sync.live(frames, self.now))
@@ -408,7 +418,7 @@ class World:
         topic = [TOPIC] if self.dice.random() < 0.5 else []
         messages = [
             [b"", *topic, message.sequence.to_bytes(8, "big"), message.payload]
-            for message in map(self.note, self.engine.replay(start))
+            for message in map(self.note, self.engine.replay(start, stale=roll() < faults.stale))
             if message.sequence >= 0  # nothing published yet: there is no watermark below 0
         ]
         if messages and roll() < faults.hole:
@@ -448,7 +458,9 @@ class World:
             return
         assert self.view.visible
         assert sync.last is not None
-        assert sync.last >= self.heard, f"message {self.heard} came damaged, and {sync.last} is the last in the view"
+        assert sync.last >= self.heard, f"message {self.heard} came, and {sync.last} is the last in the view"
+        if self.recovery is Recovery.SNAPSHOT:
+            self.heard = sync.last
         message = self.seen_before[sync._digest]
         assert message.sequence == sync.last
         assert message.process >= self.newest_told, "credits a process that is known to be gone"

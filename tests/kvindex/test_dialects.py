@@ -153,7 +153,7 @@ def test_what_differs(
     assert one({"type": "AllBlocksCleared"}, dialect) == AllBlocksCleared(clears)
 
 
-# -- hashes (10.1)
+# -- hashes
 
 GOOD_HASHES = [[0], [-9], [2**64 - 9], [-(2**63)], [2**64 - 1], [b""], [b"\x01" * 32], [1, b"\x01", -1]]
 BAD_HASHES = [None, 5, "x", {}, [1.0], [True], [1, False], [None], ["1"], [[1]], [{}], [1, 2, 3.5]]
@@ -284,7 +284,7 @@ def test_bad_groups(changes: dict[str, Any]) -> None:
     assert lost(one(stored(**changes)))
 
 
-# -- tokens and sizes (D9, D10, 10.4)
+# -- tokens and sizes (D9, D10)
 
 
 @pytest.mark.parametrize("tokens", [[0, 1, 255, 256], [2**32 - 1, 2**31, 0, 1], [65536, 16777216, 7, 9]])
@@ -340,7 +340,7 @@ def test_a_size_of_its_own_is_the_indexs_matter() -> None:
     assert one(stored(block_hashes=[1], block_size=8)) == BlockStored([1], None, P8, 8)
 
 
-# -- adapters, salts, images (14.1, 14.2)
+# -- adapters, salts, images
 
 SALT, IMAGE = extras_bytes(["salt"]), extras_bytes([["img", 3]])
 EXTRAS = [

@@ -157,7 +157,7 @@ def test_copies_saturate(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found(index, view, 1) == (left, not left, 0)
 
 
-# ---- 14.3, 14.4: keys and parents -----------------------------------------------------------------------------------
+# ---- keys and parents ------------------------------------------------------------------------------------------------
 
 PARENTS = [
     # name, (event, outcome) in order, expected for blocks 1 2 3 4
@@ -223,7 +223,7 @@ def test_parents(events: list, expected: tuple[int, int, int]) -> None:
 
 
 def test_blocks_are_kept_by_key() -> None:
-    """14.3: removing block 1 of 4 shows 1 block, storing it again shows 4."""
+    """Removing block 1 of 4 shows 1 block, storing it again shows 4."""
     index, view = opened()
     view.apply(stored([10, 11, 12, 13], [0, 1, 2, 3]))
     view.apply(BlockRemoved([11]))
@@ -234,7 +234,7 @@ def test_blocks_are_kept_by_key() -> None:
 
 
 def test_mapping_is_kept_when_an_offload_event_lacks_the_salt() -> None:
-    """14.2: a known hash keeps its salted key, and its children chain on that key."""
+    """A known hash keeps its salted key, and its children chain on that key."""
     index, view = opened()
     salt = b"Xs1:s"
     view.apply(BlockStored([1, 2], None, plain(1, 2), 4, D, extras=(salt, b"")))

@@ -83,6 +83,7 @@ def forget_lost(patch: Patch) -> None:
 
     patch.setitem(machine.ACTIONS, "buffer", keep)
     patch.setattr(StreamSync, "_beyond", lambda self, end: False)
+    patch.setattr(StreamSync, "_behind", lambda self, end: False)
 
 
 def any_attempt(self: Any, attempt: int) -> bool:
@@ -175,6 +176,16 @@ MUTANTS: dict[str, tuple[Recovery, bool | Faults, Callable[[Patch], None]]] = {
         Recovery.SNAPSHOT,
         False,
         cell(Recovery.SNAPSHOT, State.BACKOFF, Input.RETRY, "-"),
+    ),
+    "snapshot: an older snapshot moves the view back": (
+        Recovery.SNAPSHOT,
+        Faults(stale=0.5, operator=0.1),
+        attribute("_behind", lambda self, end: self._seen is not None and end < self._seen),
+    ),
+    "snapshot: an older snapshot passes over what came": (
+        Recovery.SNAPSHOT,
+        Faults(stale=0.5, refuse=0.3),
+        attribute("_behind", lambda self, end: self.last is not None and end < self.last),
     ),
     "snapshot: the whole content in one message is added": (
         Recovery.SNAPSHOT,
