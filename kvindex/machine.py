@@ -349,9 +349,8 @@ class Machine:
                     raise Lost(f"message {held.sequence} names a parent that is not in it")
                 newest = held
             if self._behind(newest.sequence):
-                raise Lost(
-                    f"it ends at {newest.sequence}, message {max(self.last or 0, self._seen or 0)} came before it"
-                )
+                newer = max(one for one in (self.last, self._seen) if one is not None)
+                raise Lost(f"it ends at {newest.sequence}, below message {newer}, which came before it")
         except (Lost, CapacityExceeded) as error:
             shadow.close()
             return self._failed(now, str(error))
@@ -362,7 +361,7 @@ class Machine:
         attempt = self._attempt
         actions = self._cancel()
         self._counts["replay_failures"] += 1
-        # A replay may leave messages out (a ROUTER drops what its peer's queue has no room for): the part that came is kept.
+        # A ROUTER drops what its peer's queue has no room for: each attempt brings a part, which is kept.
         self._tries += 0.25 if attempt is not None and attempt.advanced else 1
         if self.recovery is Recovery.HISTORY and self._tries >= self.limits.attempts:
             self._feed.warnings["replay"] = f"{self._error}; going on without replay, incomplete"

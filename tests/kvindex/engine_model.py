@@ -275,7 +275,7 @@ class World:
         self.newest_told = self.engine.process  # process behind the connection we were last told of
         self.faults = Faults()
         self.heard = -1
-        """Over this connection: number of the last message that arrived damaged; snapshot: that arrived, or was applied.
+        """Number of the last message that arrived damaged over this connection; snapshot: that arrived, or was applied.
         A view below it has gone back, or lacks a message that nobody will ask for."""
         self.checked: Any = None
 
