@@ -51,62 +51,6 @@ from kvindex.transport import EventTransport
 log = logging.getLogger(__name__)
 
 
-def instances_of(config: Config) -> list[Instance]:
-    """Every configured instance, checked alone and against the others. Raises ConfigError."""
-    try:
-        found = [instance_of(pool.facts, given) for pool in config.pools for given in pool.instances]
-        check_instances(found)
-    except ConfigurationError as error:
-        raise ConfigError(f"pools: {error}") from None
-    return found
-
-
-def prompter_options(pool: PoolConfig, config: Config) -> PrompterOptions:
-    """What a pool's prompter is built from."""
-    limits = config.limits
-    return PrompterOptions(
-        tokenizer=pool.tokenizer,
-        allow_download=pool.tokenizer_allow_download,
-        chat_template=pool.chat_template,
-        chat_template_kwargs=dict(pool.chat_template_kwargs),
-        content_format=pool.content_format,
-        exclude_tools_when_tool_choice_none=pool.exclude_tools_when_tool_choice_none,
-        trust_request_chat_template=pool.trust_request_chat_template,
-        renderer=pool.renderer,
-        revision=pool.tokenizer_revision,
-        incremental=pool.incremental,
-        verify_every=pool.verify_every,
-        max_model_len=pool.max_model_len,
-        models=pool.models,
-        adapters=pool.adapters,
-        engine=pool.engine,
-        timeout=limits.tokenize_timeout_ms / 1000,
-        threads=limits.tokenizer_threads,
-        segment_bytes=limits.token_cache_bytes * 2 // 3,
-        chain_bytes=limits.token_cache_bytes // 3,
-    )
-
-
-def check_files(config: Config, name: str = "config") -> None:
-    """Files that the configuration names exist. Raises ConfigError that names the key, the path and the remedy."""
-    if config.listen.tls:
-        for key, path in config.listen.tls:
-            if path is not None and not Path(path).is_file():
-                raise ConfigError(f"{name}: listen.tls.{key}: {path!r} is no readable file")
-    for index, pool in enumerate(config.pools):
-        where = f"{name}: pools[{index}]"
-        looks_local = pool.tokenizer.startswith(("/", "./", "../", "~")) or Path(pool.tokenizer).exists()
-        if looks_local:
-            found = Path(pool.tokenizer).expanduser()
-            if not (found / "tokenizer.json").is_file() and not found.is_file():
-                what = "has no tokenizer.json" if found.exists() else "does not exist"
-                raise ConfigError(
-                    f"{where}.tokenizer: {pool.tokenizer!r} {what}; give the model's directory or a hub id"
-                )
-        if pool.chat_template and not Path(pool.chat_template).is_file():
-            raise ConfigError(f"{where}.chat_template: {pool.chat_template!r} is no readable file")
-
-
 class _Watch(LoggingObserver):
     """Counts what sessions do on their own account, and logs faults without the text of a request."""
 
@@ -175,83 +119,6 @@ class App:
         self._serving = False
         add_families(self.metrics_registry, self.pools)
 
-    def _pool(self, pool: PoolConfig, limits: SyncLimits) -> Pool:
-        events = self.config.events
-        directory = Directory(
-            self.transport,
-            pool=pool.name,
-            block_size=None if pool.block_size == "auto" else pool.block_size,
-            seed=pool.hash_seed,
-            max_streams=events.max_streams,
-            max_blocks=events.max_blocks_per_stream,
-            max_unanchored=events.max_unanchored_blocks,
-            limits=limits,
-        )
-        directory.attach(self.fleet)
-        router = self._router(pool, pool.scorer.name, pool.scorer.parameters)
-        beside: Speculation | Approximate | None = None
-        if pool.speculation:
-            beside = Speculation(ttl=pool.speculation.ttl_ms / 1000, max_blocks=pool.speculation.max_blocks)
-        elif pool.approximate:
-            beside = Approximate(ttl=pool.approximate.ttl_ms / 1000, capacity=pool.approximate.capacity_blocks)
-        shed = pool.shedding
-        # A tokenizer that does not load is logged with what it costs; the pool's requests then pass unscored.
-        remote = None
-        if pool.remote_tokenizer:
-            urls = [f"http://{one.address}" for one in pool.instances]
-            remote = RemoteTokenizer(urls, api=pool.remote_tokenizer.api)
-            self._remotes.append(remote)
-        prompter = Prompter.load(prompter_options(pool, self.config), strict=False, remote=remote)
-        source: LoadSource | None = None
-        given = pool.load.stale_after_ms
-        stale_after = None if given is None else given / 1000
-        if pool.load.source == "prometheus":
-            source = PrometheusPoller(
-                interval=pool.load.interval_ms / 1000, stale_after=stale_after, clock=time.monotonic
-            )
-        elif pool.load.source == "heartbeat":
-            source = Heartbeats() if stale_after is None else Heartbeats(stale_after=stale_after)
-        return Pool(
-            pool.name,
-            (*pool.models, *pool.adapters),
-            prompter=prompter,
-            directory=directory,
-            fleet=self.fleet,
-            router=router,
-            scorer_name=pool.scorer.name,
-            routers={name: self._router(pool, name, {}) for name in pool.allowed_scorers if name != pool.scorer.name},
-            loads=source,
-            beside=beside,
-            shedding=Shedding(shed.queue_threshold, shed.usage_threshold, shed.spare_priority, shed.retry_after_s)
-            if shed
-            else None,
-        )
-
-    def _router(self, pool: PoolConfig, scorer_name: str, parameters: Mapping[str, Any]) -> Router:
-        """One scorer's router; sessions go around the scorer where they are on."""
-        scorer = build_scorer(scorer_name, **parameters)
-        if pool.sessions:
-            sessions = pool.sessions
-            scorer = with_sessions(
-                scorer,
-                mode=sessions.mode,
-                session_slack=sessions.slack,
-                session_ttl=sessions.ttl_ms / 1000,
-                max_sessions=sessions.max_sessions,
-            )
-        decode = pool.decode_scorer
-        return Router(
-            scorer,
-            max_endpoints=pool.max_endpoints,
-            dp=pool.dp,
-            rank_header=self.config.headers.rank,
-            profile=profile_of(pool, self.config.headers),
-            decode_scorer=build_scorer(decode.name, **decode.parameters) if decode else None,
-            split_threshold=pool.pairs.split_threshold,
-            split_min_tokens=pool.pairs.split_min_tokens,
-            own_delta=pool.load.own_delta,
-        )
-
     # -- life
 
     async def start(self) -> dict[str, Any]:
@@ -317,9 +184,8 @@ class App:
         """Each pool that scrapes polls the instances that the fleet has now."""
         for pool, given in zip(self.pools, self.config.pools, strict=True):
             if isinstance(pool.loads, PrometheusPoller):
-                urls = {one.name: one.metrics for one in given.instances if one.metrics}
                 pool.loads.update(
-                    Target(one.name, urls.get(one.name) or f"http://{one.address}{given.load.path}")
+                    Target(one.name, one.metrics or f"http://{one.address}{given.load.path}")
                     for one in pool.instances
                 )
 

@@ -79,6 +79,7 @@ def instance_of(pool: PoolFacts, given: InstanceConfig, incarnation: str = "stat
         incarnation=incarnation,
         events=streams,
         model=pool.model,
+        metrics=given.metrics or "",
     )
     instance.check()
     return instance

@@ -85,6 +85,7 @@ class Instance:
     dp_size      number of data-parallel ranks
     incarnation  changes when the process restarts; "" = unknown (a reconnect then has to show it)
     events       at most one endpoint a rank; none = no KV events, routable by load alone
+    metrics      URL of its metrics page, "" = the usual path at `address`
     """
 
     name: str
@@ -97,6 +98,7 @@ class Instance:
     events: tuple[StreamEndpoint, ...] = ()
     model: str = ""
     acting: str = ""
+    metrics: str = ""
 
     @property
     def current_role(self) -> str:
