@@ -12,6 +12,7 @@ from extproc.loads.base import LoadSource
 from extproc.loads.inflight import InFlight
 from extproc.messages import Immediate
 from extproc.openai import Body
+from extproc.overrides import Overrides
 from extproc.prompt.prompter import Prompt, Prompter
 from extproc.reasons import Unscored
 from extproc.router import Router
@@ -45,6 +46,7 @@ class Pool:
     loads     None = the own in-flight counts
     beside    what counts as cached beside (Speculation) or instead of (Approximate) the directory, None = nothing
     shedding  None = no request is ever refused
+    overrides  what an operator wants of instances beside what discovery says, None = nothing
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Pool:
         loads: LoadSource | None = None,
         beside: Speculation | Approximate | None = None,
         shedding: Shedding | None = None,
+        overrides: Overrides | None = None,
     ) -> None:
         self.name = name
         self.models = tuple(models)
@@ -74,9 +77,11 @@ class Pool:
         self.beside = beside
         self.shedding = shedding
         self._fleet = fleet
+        self._overrides = overrides or Overrides()
         self.by_name: Mapping[str, Instance] = {}
         self.instances: tuple[Instance, ...] = ()
         fleet.listen(self._changed)
+        self._overrides.listen(self._overridden)
         self._refresh()
 
     def _changed(self, change: FleetChange) -> None:
@@ -84,8 +89,13 @@ class Pool:
         if any(side is not None and side.pool == self.name for side in (change.before, change.after)):
             self._refresh()
 
+    def _overridden(self, name: str) -> None:
+        if name in self.by_name:
+            self._refresh()
+
     def _refresh(self) -> None:
-        mine = {name: one for name, one in self._fleet.snapshot().items() if one.pool == self.name}
+        over = self._overrides.over
+        mine = {name: over(one) for name, one in self._fleet.snapshot().items() if one.pool == self.name}
         self.inflight.update(mine.values())
         if isinstance(self.beside, Approximate):
             self.beside.retain(mine.values())
