@@ -72,7 +72,9 @@ class Admin(Node):
     address: Address = "127.0.0.1:9003"
     token: str | None = Field(None, min_length=8)
     allow_unauthenticated: bool = False
+    tls: Tls | None = None
     conductor_form: Literal["motor", "mooncake"] = "motor"
+    aibrix_metrics: bool = False
 
 
 class Log(Node):

@@ -1,11 +1,11 @@
-"""What an operator wants, whatever discovery says: instances to drain. Pure; laid over the fleet, never written into it.
+"""What an operator wants, whatever discovery says: instances to drain. Pure; laid over the fleet, not written into it.
 
     fleet: what discovery says --+
                                  +--> Overrides.over(instance) --> Pool: who may be chosen
     POST /instances/drain -------+
 
-Discovery replaces an instance whenever it refreshes it, so a wish that was kept in the fleet would be lost with the next
-refresh. Here it lasts until it is taken back, over a restart of the engine too, or until this process ends.
+Discovery replaces an instance whenever it refreshes it, so a wish that was kept in the fleet would be lost with the
+next refresh. Here it lasts until it is taken back, over a restart of the engine too, or until this process ends.
 """
 
 from __future__ import annotations

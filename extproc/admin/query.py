@@ -24,11 +24,14 @@ from aiohttp import web
 
 from extproc.admin import conductor
 from extproc.admin.conductor import BadQuery
+from extproc.admin.endpoint import Endpoint, Schema, any_of, listing, record, reference
 from extproc.admin.reply import reply
+from extproc.admin.schemas import FLAG, OBJECT, TEXT
 from extproc.admin.tokens import token_bytes
 from extproc.loads import heartbeat
 from extproc.loads.heartbeat import Heartbeats
-from extproc.openai import Body, Endpoint, parse_body
+from extproc.openai import Body, parse_body
+from extproc.openai import Endpoint as Api
 from extproc.pool import Pool
 from extproc.prompt.prompter import Prompt
 from extproc.reasons import Reason, Unscored
@@ -46,6 +49,14 @@ STATIC = "static"
 """Incarnation of configured instances: the engine's own is not known, so a heartbeat of any is taken."""
 THEIRS = frozenset({Reason.BAD_JSON, Reason.BAD_REQUEST, Reason.MODEL, Reason.PATH, Reason.TOO_LARGE, Reason.NO_BODY})
 """Reasons that are a mistake in the body: 400. Others tell what would happen to such a request: 200."""
+
+_IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}}
+QUERY_BODY = record({}, {"token_ids": _IDS, "model": any_of("string", "null"), "messages": {"type": "array"}})
+CONDUCTOR_BODY = record(
+    {"model": TEXT, "token_ids": _IDS},
+    {"block_size": {"type": "integer", "minimum": 0}, "tenant_id": TEXT, "lora_name": TEXT, "cache_salt": TEXT},
+)
+HEARTBEAT_BODY = record({"name": TEXT}, {"load_metrics": OBJECT, "latency_metrics": OBJECT})
 
 
 class Queries:
@@ -72,12 +83,18 @@ class Queries:
         self._max_body = max_body_bytes
         self._clock = clock
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[Endpoint]:
+        wrong, busy = {400: reference("Error")}, {503: reference("Error")}
+        matches = {200: record({"matches": listing("Match")}), **wrong, **busy}
+        found = {200: OBJECT, **wrong, 404: reference("Error"), 422: reference("Error"), **busy}
         return [
-            web.post("/v1/internal/kv-cache/query", self._served(self._query)),
-            web.post("/query", self._served(self._conductor)),
-            web.post("/v1/internal/heartbeat", self._heartbeat),
-        ]
+            Endpoint("POST", "/v1/internal/kv-cache/query", self._served(self._query),
+                     "Who holds a prompt: xLLM's API, and by request", matches, body=QUERY_BODY),
+            Endpoint("POST", "/query", self._served(self._conductor), "Who holds a prompt: the conductors' API", found,
+                     body=CONDUCTOR_BODY),
+            Endpoint("POST", "/v1/internal/heartbeat", self._heartbeat, "Takes a load report of an xLLM engine",
+                     {200: record({"ok": FLAG}), **wrong, 409: reference("Error")}, body=HEARTBEAT_BODY),
+        ]  # fmt: skip
 
     def _served(
         self, handler: Callable[[web.Request, bytes], Awaitable[web.Response]]
@@ -113,9 +130,9 @@ class Queries:
         if not isinstance(model, str):
             raise BadQuery("model must be a text")
         if not tokens:
-            return await self._by_request(Body(Endpoint.COMPLETIONS, model, {}), status_only=True)
+            return await self._by_request(Body(Api.COMPLETIONS, model, {}), status_only=True)
         prompt = {"prompt": ids, "cache_salt": fields.get("cache_salt")}
-        return await self._by_request(Body(Endpoint.COMPLETIONS, model, prompt, len(data)))
+        return await self._by_request(Body(Api.COMPLETIONS, model, prompt, len(data)))
 
     async def _by_tokens(self, data: bytes, tokens: bytes) -> web.Response:
         prompt = Prompt(tokens, len(tokens) // 4, "")

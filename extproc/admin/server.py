@@ -1,109 +1,108 @@
-"""The admin port: health, metrics, status, decisions. aiohttp; every answer is made from memory.
+"""The admin port: one aiohttp application, its guard, its description, and the server that runs it.
 
-Health and metrics need no token (probes and scrapers have none); everything else does once one is configured.
+    pages.py      GET: health, metrics, status, pools, streams, decisions, configuration
+    actions.py    POST: resync, rebuild, drain, log level
+    query.py      POST: who holds a prompt, heartbeats        (given as `more`, as are the dashboard's and others')
+    guard.py      who may ask what
+    endpoint.py   routes with their description: /openapi.json and the index at / are made from them
+
+Health and metrics need no token (probes and scrapers have none); everything else does once one is configured. Every
+answer is made from memory.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, Protocol
+import ssl
+from collections.abc import Awaitable, Callable, Iterable
 
 from aiohttp import web
 
+from extproc import __version__
+from extproc.admin.actions import Actions
+from extproc.admin.endpoint import Endpoint, document
+from extproc.admin.guard import action_objection, objection
+from extproc.admin.pages import Pages, Source
 from extproc.admin.reply import reply
+from extproc.admin.schemas import COMPONENTS, OBJECT
+
+__all__ = ["AdminServer", "Source", "make_app", "tls_context"]
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
-TOKEN_HEADER = "X-Internal-Token"
 MAX_BODY = 64 << 20
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Source(Protocol):
-    """What the admin port shows; `extproc.app.App` is one."""
-
-    def readiness(self) -> tuple[bool, Mapping[str, Any]]: ...
-    def status(self) -> Mapping[str, Any]: ...
-    def streams(self) -> list[Mapping[str, Any]]: ...
-    def decisions(
-        self, limit: int, pool: str | None, reason: str | None, request_id: str | None
-    ) -> list[Mapping[str, Any]]: ...
-    def metrics(self, accept: str) -> tuple[bytes, str]: ...
-
-
 def make_app(source: Source, *, token: str | None = None, more: Iterable[web.AbstractRouteDef] = ()) -> web.Application:
-    """The routes over one source, and `more` behind the same guard. `token` None = nobody is asked for one."""
+    """The routes over one source, and `more` behind the same guard. `token` None = nobody is asked for one.
+
+    Of `more`, an `Endpoint` is described in /openapi.json; one for GET / takes the place of the index.
+    """
     expected = token.encode() if token else None
+    more = list(more)
+    described = [*Pages(source).endpoints(), *Actions(source).endpoints()]
+    described += [one for one in more if isinstance(one, Endpoint)]
+
+    async def openapi(_request: web.Request) -> web.StreamResponse:
+        return reply(document(described, COMPONENTS, version=__version__, token=expected is not None))
+
+    async def index(_request: web.Request) -> web.StreamResponse:
+        return reply({f"{one.method} {one.path}": one.summary for one in described})
+
+    described.append(Endpoint("GET", "/openapi.json", openapi, "This description", {200: OBJECT}))
+    if not any(getattr(one, "path", None) == "/" for one in more):
+        described.append(Endpoint("GET", "/", index, "Every path and what it is for", {200: OBJECT}))
+    open_paths = frozenset(one.path for one in described if one.open)
+    actions = frozenset((one.method, one.path) for one in described if one.action)
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if expected is not None and request.path not in OPEN_PATHS:
-            given = request.headers.get(TOKEN_HEADER) or request.headers.get("Authorization", "").removeprefix(
-                "Bearer "
-            )
-            if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), expected):
-                return reply({"error": "invalid internal token"}, 401)
+        refused = objection(
+            request.method, request.headers, request.remote, expected=expected, open_to_all=request.path in open_paths
+        )
+        if refused is None and (request.method, request.path) in actions:
+            refused = action_objection(request.content_type, request.remote, with_token=expected is not None)
+        if refused is not None:
+            return reply({"error": refused[1]}, refused[0])
         try:
             return await handler(request)
         except web.HTTPException as error:
-            return reply({"error": error.reason}, error.status)
+            answer = reply({"error": error.reason}, error.status)
+            if isinstance(error, web.HTTPMethodNotAllowed):
+                answer.headers["Allow"] = ",".join(sorted(error.allowed_methods))
+            return answer
         except Exception:
             log.exception("admin request %s %s failed", request.method, request.path)
             return reply({"error": "internal error, see the log"}, 500)
 
-    routes = web.RouteTableDef()
-
-    @routes.get("/healthz")
-    async def healthz(_request: web.Request) -> web.StreamResponse:
-        return web.Response(text="ok\n")
-
-    @routes.get("/readyz")
-    async def readyz(_request: web.Request) -> web.StreamResponse:
-        ready, detail = source.readiness()
-        return reply({"ready": ready, **detail}, 200 if ready else 503)
-
-    @routes.get("/metrics")
-    async def metrics(request: web.Request) -> web.StreamResponse:
-        body, content_type = source.metrics(request.headers.get("Accept", ""))
-        return web.Response(body=body, headers={"Content-Type": content_type})
-
-    @routes.get("/status")
-    async def status(_request: web.Request) -> web.StreamResponse:
-        return reply(source.status())
-
-    @routes.get("/streams")
-    async def streams(_request: web.Request) -> web.StreamResponse:
-        return reply({"streams": source.streams()})
-
-    @routes.get("/decisions")
-    async def decisions(request: web.Request) -> web.StreamResponse:
-        query = request.query
-        text = query.get("limit", "100")
-        if not (text.isascii() and text.isdigit() and len(text) <= 5 and 1 <= int(text) <= 10_000):
-            return reply({"error": "limit must be a number from 1 to 10000"}, 400)
-        found = source.decisions(int(text), query.get("pool"), query.get("reason"), query.get("request_id"))
-        return reply({"decisions": found})
-
     app = web.Application(middlewares=[guard], client_max_size=MAX_BODY)
-    app.add_routes([*routes, *more])
+    app.add_routes([*described, *(one for one in more if not isinstance(one, Endpoint))])
     return app
 
 
-class AdminServer:
-    """Serves an application on one address until `stop`."""
+def tls_context(cert: str, key: str, client_ca: str | None) -> ssl.SSLContext:
+    """For PEM files; with `client_ca` every client must show a certificate it signed. Raises OSError, ssl.SSLError."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    if client_ca is not None:
+        context.load_verify_locations(client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
-    def __init__(self, app: web.Application, host: str, port: int) -> None:
+
+class AdminServer:
+    """Serves an application on one address until `stop`. `tls` None = plain HTTP."""
+
+    def __init__(self, app: web.Application, host: str, port: int, *, tls: ssl.SSLContext | None = None) -> None:
         # compressed bodies stay so: nobody sends them here, and a small one could unpack to a very large one
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, auto_decompress=False)
-        self._host, self._port = host, port
+        self._host, self._port, self._tls = host, port, tls
 
     async def start(self) -> int:
         """Binds and serves; returns the port. Raises OSError when the address cannot be bound."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port, shutdown_timeout=2.0)
+        site = web.TCPSite(self._runner, self._host, self._port, shutdown_timeout=2.0, ssl_context=self._tls)
         await site.start()
         port: int = self._runner.addresses[0][1]
         return port
