@@ -133,7 +133,7 @@ class _Followed:
             dialect=dialect,
             recovery=recovery_of(self.endpoint, dialect),
             dp_rank=self.endpoint.dp_rank,
-            topic=self.endpoint.topic.encode(),
+            topic=self.endpoint.topic_bytes,
             limits=self._subscription.limits,
         )
         return self.sync

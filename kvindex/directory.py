@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 
 from kvindex.dialects import DIALECTS, Dialect, DialectOptions
 from kvindex.errors import ConfigurationError
-from kvindex.fleet import Fleet, Instance, StreamEndpoint, endpoints_of, same_process
+from kvindex.fleet import Fleet, Instance, StreamEndpoint, endpoints_of, same_stream
 from kvindex.hashing import DEFAULT_SEED
 from kvindex.index import PrefixIndex, StreamView, TierBlocks, Walk
 from kvindex.link import LinkStatus
@@ -318,7 +318,7 @@ class Directory:
             for endpoint in instance.events:
                 key = (name, endpoint.dp_rank)
                 stream = old.get(key)
-                if stream is not None and same_process(stream.instance, instance):
+                if stream is not None and same_stream(stream.instance, instance, endpoint):
                     stream.instance = instance
                 else:
                     stream = Stream(self, instance, endpoint)
@@ -368,7 +368,7 @@ class Directory:
             dialect=dialect,
             recovery=recovery_of(endpoint, dialect),
             dp_rank=endpoint.dp_rank,
-            topic=endpoint.topic.encode(),
+            topic=endpoint.topic_bytes,
             limits=self._limits,
         )
         return view, sync

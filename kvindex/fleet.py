@@ -4,8 +4,9 @@
                                      `-- snapshot() --> immutable mapping for readers
 
 Identity, as the xLLM service has it. A new announcement of a known name keeps its streams when incarnation, address,
-dp_size and stream endpoints are all the same; otherwise the old process is gone for us and new streams start empty. A
-removal that names another incarnation than the tracked one is late news of an older process and is ignored.
+dp_size and stream endpoints are all the same; otherwise the old process is gone for us and new streams start empty. An
+instance without incarnation may gain and lose ranks one by one (`same_stream`). A removal that names another
+incarnation than the tracked one is late news of an older process and is ignored.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class InstanceState(StrEnum):
     """Its lease is gone but it answers: streams kept, routable."""
     SUSPECT = "suspect"
     """It does not answer: streams dropped, not routable."""
+    UNREACHABLE = "unreachable"
+    """Requests sent there failed: not routable for a while; streams kept. Never said by discovery."""
     DRAINING = "draining"
     """Leaving: finishes what it has, gets nothing new; streams kept."""
 
@@ -45,7 +48,7 @@ class StreamEndpoint:
     dp_rank   0 .. dp_size-1
     events    ZMQ endpoint of the engine's PUB socket
     replay    ZMQ endpoint of its replay ROUTER, None = the engine has none (the vLLM default)
-    topic     compared whole; "" = exactly the empty topic
+    topic     compared whole; "" = exactly the empty topic, None = any (who registered the engine did not say)
     dialect   a name of `kvindex.dialects.DIALECTS`
     recovery  "none", "history" or "snapshot"; None = the dialect's own with a replay endpoint, "none" without
     bind      True: the engine connects to us, so `events` is what we listen on
@@ -54,10 +57,14 @@ class StreamEndpoint:
     dp_rank: int
     events: str
     replay: str | None = None
-    topic: str = ""
+    topic: str | None = ""
     dialect: str = "auto"
     recovery: str | None = None
     bind: bool = False
+
+    @property
+    def topic_bytes(self) -> bytes | None:
+        return None if self.topic is None else self.topic.encode()
 
     def check(self) -> None:
         """Raises ConfigurationError that names the value and the remedy."""
@@ -79,13 +86,13 @@ class Instance:
     """One engine process as discovery names it.
 
     name         unique in a fleet
-    address      "ip:port" of its HTTP server as Envoy knows it
+    address      "ip:port" of its HTTP server as Envoy knows it; "" = not known: it can be asked for, not routed to
     pool         which pool (served model) it belongs to
     role         default, prefill, decode or mix; `acting` is the current role of a mix instance ("" = prefill)
     dp_size      number of data-parallel ranks
     incarnation  changes when the process restarts; "" = unknown (a reconnect then has to show it)
     events       at most one endpoint a rank; none = no KV events, routable by load alone
-    metrics      URL of its metrics page, "" = the usual path at `address`
+    metrics      URL of its metrics page; "" = at `address`, where the pool's `load.path` says
     """
 
     name: str
@@ -115,7 +122,8 @@ class Instance:
         if not isinstance(self.name, str) or not self.name:
             raise ConfigurationError(f"an instance needs a name, got {self.name!r}")
         try:
-            check_address(self.address)
+            if self.address:
+                check_address(self.address)
             if self.role not in ROLES:
                 raise ConfigurationError(f"role {self.role!r} is none of {', '.join(ROLES)}")
             if self.acting not in ("", "prefill", "decode"):
@@ -150,6 +158,20 @@ def same_process(old: Instance, new: Instance) -> bool:
         and old.address == new.address
         and old.dp_size == new.dp_size
         and old.events == new.events
+    )
+
+
+def same_stream(old: Instance, new: Instance, endpoint: StreamEndpoint) -> bool:
+    """Whether the stream of one rank of `old` goes on as that of `endpoint` of `new`.
+
+    What other ranks announce does not concern it. A process that nobody names (incarnation "") may also tell of more
+    ranks than before: that it was restarted shows in the reconnect.
+    """
+    return (
+        old.incarnation == new.incarnation
+        and old.address == new.address
+        and (old.dp_size == new.dp_size or not new.incarnation)
+        and endpoint in old.events
     )
 
 

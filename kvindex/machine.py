@@ -55,7 +55,7 @@ class Machine:
         dialect: Dialect,
         recovery: Recovery,
         dp_rank: int,
-        topic: bytes,
+        topic: bytes | None,
         limits: SyncLimits | None = None,
     ) -> None:
         self.view = view

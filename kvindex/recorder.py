@@ -148,7 +148,7 @@ class _Rank:
         self.recorder = RankRecorder(
             lambda frames, history: recording._frames(self, frames, history),
             history=endpoint.replay is not None,
-            topic=endpoint.topic.encode(),
+            topic=endpoint.topic_bytes or b"",
         )
 
     def open(self) -> StreamSync:

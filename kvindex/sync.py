@@ -129,7 +129,7 @@ class StreamSync(Machine):
         """One message of the subscription, as received."""
         if self.state is State.RETIRED or self.state is State.OFFLINE:
             return []
-        if frames and frames[0] != self.topic:
+        if frames and frames[0] != self.topic and self.topic is not None:
             return self._foreign(frames[0])
         if len(frames) != 3:
             return self._lost(f"message has {len(frames)} frames, not 3", now)
@@ -251,7 +251,7 @@ class StreamSync(Machine):
         self._counts["foreign"] += 1
         if self.last is None:
             self._feed.warnings["topic"] = (
-                f"messages with topic {_text(topic)} are ignored, the configured topic is {_text(self.topic)}"
+                f"messages with topic {_text(topic)} are ignored, the configured topic is {_text(self.topic or b'')}"
             )
         return []
 

@@ -160,6 +160,23 @@ def test_same_process_keeps_its_stream(changes: dict[str, Any], asked: list[str]
     made.index.check()
 
 
+def test_ranks_come_and_go_one_by_one() -> None:
+    """As instances that register rank by rank: the streams of the other ranks go on, whatever dp_size becomes."""
+    two = engine("e-1", ranks=2, incarnation="")
+    first = replace(two, dp_size=1, events=two.events[:1])
+    made, driver = directory(first)
+    feed(made, "e-1", 0, 3)
+    assert driver.taken() == ["follow e-1/0"]
+    made.update([two])
+    assert driver.taken() == ["follow e-1/1"]
+    assert made.match(keys(3)).hits("e-1") == (TierBlocks(3, 0, 0), NO_BLOCKS)
+    feed(made, "e-1", 1, 2)
+    made.update([replace(two, events=two.events[1:])])
+    assert driver.taken() == ["unfollow e-1/0"]
+    assert made.match(keys(3)).hits("e-1") == (NO_BLOCKS, TierBlocks(2, 0, 0))
+    made.index.check()
+
+
 def test_fleet_drives_the_directory_of_its_pool() -> None:
     fleet = Fleet()
     fleet.upsert(engine("e-1", pool="big"))

@@ -173,6 +173,7 @@ def test_hand_written_list(second: Instance, words: str | None) -> None:
         ({"address": "10.0.0.1:8001"}, False),
         ({"dp_size": 2}, False),
         ({"events": ()}, False),
+        ({"address": ""}, False),
     ],
 )
 def test_identity(changes: dict[str, object], kept: bool) -> None:

@@ -474,6 +474,16 @@ def test_foreign_topic_is_ignored() -> None:
     assert trace.sync.status.error is None
 
 
+def test_any_topic() -> None:
+    """Of a stream whose topic nobody has told."""
+    trace = Trace("none")
+    trace.sync.topic = None
+    trace.play("up 0a")
+    trace.sync.live([b"kv-events", *frame(1, "b")[1:]], 1.0)
+    assert trace.outcome() == "live 1 ab complete"
+    assert trace.sync.status.foreign == 0
+
+
 def test_end_marker_on_the_live_channel() -> None:
     """Never applied, never a watermark."""
     trace = Trace("none").play("up 0a")
