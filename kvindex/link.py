@@ -24,9 +24,11 @@ With `bind` several peers may be connected: the connection is lost when the last
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
+
+from kvindex.durations import Durations
 
 
 class Event(Enum):
@@ -64,6 +66,7 @@ class LinkStatus:
     """The connection below a stream, for status and metrics. Counters since the stream was followed.
 
     connect_retries   failed tries; faults   internal errors after which the stream was rebuilt
+    applying          seconds that each message took, pauses of the time budget included
     """
 
     connected: bool = False
@@ -72,6 +75,7 @@ class LinkStatus:
     connect_retries: int = 0
     faults: int = 0
     error: str | None = None
+    applying: Durations = field(default_factory=Durations, compare=False)
 
 
 class Link:

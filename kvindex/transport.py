@@ -517,8 +517,11 @@ class EventTransport:
         verdict = channel.link.judge(drained)
         self._tell(channel, verdict.before)
         if verdict.keep:
+            clock, applying = self._clock, channel.stream.link.applying
             for frames in messages:
-                actions = sync.live(frames, self._clock())
+                began = clock()
+                actions = sync.live(frames, began)
+                applying.add(clock() - began)
                 if actions:
                     self._perform(channel, actions)
                 self.pace()
