@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvindex.endpoints import HostPort, check_address, from_pattern
@@ -130,8 +131,10 @@ def assign_offsets(
     topic: str = "",
     dialect: str = "xllm",
     recovery: str | None = None,
+    logged: Mapping[str, str] = MappingProxyType({}),
 ) -> Assignment:
-    """xLLM's rule for a whole fleet, in the given order. Never raises; what is left out is logged as an error."""
+    """xLLM's rule for a whole fleet, in the given order. Never raises; what is left out is logged as an error, unless
+    `logged` (the `excluded` of the time before) has it already."""
     excluded: dict[str, str] = {}
     filled: list[Instance] = []
     owners: dict[str, list[str]] = {}
@@ -160,5 +163,6 @@ def assign_offsets(
                 shared = f"shared with {', '.join(sorted(set(others)))}" if others else "used by two of its ranks"
                 excluded.setdefault(name, f"endpoint {endpoint} is {shared}")
     for name, reason in excluded.items():
-        log.error("instance %s is left out: %s", name, reason)
+        if logged.get(name) != reason:
+            log.error("instance %s is left out: %s", name, reason)
     return Assignment(tuple(one for one in filled if one.name not in excluded), excluded)
