@@ -9,25 +9,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from extproc.reasons import Reason
+from kvindex.durations import BOUNDS, Durations
 
 STAGES = ("tokenize", "match", "score", "total")
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
 _RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+_COSTS = (0.0, 0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 100.0, 1000.0)
+OUTCOMES = ("scored", "unscored", "shed")
+Kind = Literal["gauge", "counter", "summary", "histogram"]
 
 
 @dataclass(slots=True, frozen=True)
 class Sample:
-    """One value of a family read at scrape time: label values in the family's label order."""
+    """One value of a family read at scrape time: label values in the family's label order.
+
+    value  a number; of summaries and histograms the durations
+    """
 
     labels: tuple[str, ...]
-    value: float
+    value: float | Durations
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,7 +64,7 @@ class Family:
     help: str
     labels: tuple[str, ...]
     read: Callable[[], Iterable[Sample]]
-    counter: bool = False
+    kind: Kind = "gauge"
 
 
 class _Reader(Collector):
@@ -50,24 +76,45 @@ class _Reader(Collector):
         for prepare in self.prepare:
             prepare()
         for family in self.families:
-            kind = CounterMetricFamily if family.counter else GaugeMetricFamily
-            metric = kind(family.name, family.help, labels=family.labels)
+            metric = _FAMILIES[family.kind](family.name, family.help, labels=family.labels)
             for sample in family.read():
-                metric.add_metric(sample.labels, sample.value)
+                value = sample.value
+                if not isinstance(value, Durations):
+                    metric.add_metric(sample.labels, value)
+                elif family.kind == "summary":
+                    metric.add_metric(sample.labels, count_value=sum(value.counts), sum_value=value.seconds)
+                else:
+                    metric.add_metric(sample.labels, _buckets(value), value.seconds)
             yield metric
 
     def describe(self) -> Iterator[Metric]:
         return iter(())
 
 
+_FAMILIES: dict[Kind, Any] = {
+    "gauge": GaugeMetricFamily,
+    "counter": CounterMetricFamily,
+    "summary": SummaryMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
+
+
+def _buckets(value: Durations) -> list[tuple[str, int]]:
+    bounds = [*map(floatToGoString, BOUNDS), "+Inf"]
+    return list(zip(bounds, accumulate(value.counts), strict=True))
+
+
 class Metrics:
     """The registry and the counters of the request path."""
 
     def __init__(self, version: str) -> None:
+        # a second series for each counter, which nobody asks for: Prometheus knows when a counter began
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._reader = _Reader()
         self.registry.register(self._reader)
         ProcessCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
         Gauge("kvcar_build_info", "Constant 1, labelled with the version.", ["version"], registry=self.registry).labels(
             version
         ).set(1)
@@ -106,6 +153,28 @@ class Metrics:
             buckets=_RATIOS,
             registry=self.registry,
         )
+        self.cost_spread = Histogram(
+            "kvcar_decision_cost_spread",
+            "Cost of the worst candidate minus that of the best, in the scorer's own unit: 0 = all the same.",
+            ["pool", "scorer"],
+            buckets=_COSTS,
+            registry=self.registry,
+        )
+        self.prediction_drift = Gauge(
+            "kvcar_hit_prediction_drift_ratio",
+            "Mean difference between predicted and engine-reported cached tokens as a share of the prompt, of the "
+            "latest observed answers.",
+            ["pool"],
+            registry=self.registry,
+        )
+        self.reloads = Counter(
+            "kvcar_config_reloads", "Configurations taken over while running.", registry=self.registry
+        )
+        self.reload_failures = Counter(
+            "kvcar_config_reload_failures",
+            "Configurations refused while running: the one before stays in effect.",
+            registry=self.registry,
+        )
         self.seconds = Histogram(
             "kvcar_decision_seconds", "Time per request by stage.", ["stage"], buckets=_SECONDS, registry=self.registry
         )
@@ -122,6 +191,31 @@ class Metrics:
             registry=self.registry,
         )
         self.stage = {stage: self.seconds.labels(stage) for stage in STAGES}
+        for reason in Reason:  # there from the start, so that a rate sees the first one
+            self.unscored.labels(reason)
+
+    def add_pool(self, name: str) -> None:
+        """Its counters are there from the start, at 0, so that a rate sees the first request."""
+        for outcome in OUTCOMES:
+            self.requests.labels(name, outcome)
+        self.prompt_tokens.labels(name)
+        self.failover.labels(name)
+
+    def spread(self, pool: str, scorer: str, best: float, worst: float) -> None:
+        """One decision's costs."""
+        self.cost_spread.labels(pool, scorer).observe(worst - best)
+
+    def forget(self, pool: str, instance: str, dp_size: int = 1) -> None:
+        """An instance has left: its series, and those of its ranks, go with it, so that labels do not pile up."""
+        for name in (instance, *(f"{instance}/{rank}" for rank in range(dp_size))):
+            self.decisions.remove_by_labels({"pool": pool, "instance": name})
+
+    def forget_pool(self, pool: str) -> None:
+        """A pool is no longer configured: its series go."""
+        families = (self.requests, self.decisions, self.prompt_tokens, self.hit_tokens, self.hit_ratio,
+                    self.cost_spread, self.failover, self.prediction_drift)  # fmt: skip
+        for family in families:
+            family.remove_by_labels({"pool": pool})
 
     def hit(self, pool: str, kind: str, tokens: int, prompt: int) -> None:
         """One request's cached tokens of a kind: available, chosen, delivered."""

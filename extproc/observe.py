@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from extproc.metrics import Family, Metrics, Sample
+from extproc.metrics import Family, Kind, Metrics, Sample
 from extproc.pool import Pool
+from extproc.scorers.base import Load
 from kvindex.directory import StreamReport
 from kvindex.events import Tier
+from kvindex.fleet import Fleet, FleetChange, InstanceState
+from kvindex.transport import EventTransport
 
 STREAM = ("pool", "instance", "dp_rank")
 INSTANCE = ("pool", "instance")
@@ -26,12 +32,20 @@ GAUGES: tuple[tuple[str, str, Callable[[StreamReport], float]], ...] = (
 )
 COUNTERS: tuple[tuple[str, str], ...] = (
     ("batches", "Messages applied."),
-    ("gaps", "Missing sequence numbers noticed."),
+    ("gaps", "Jumps of the sequence noticed."),
+    ("missed", "Messages that the jumps left out."),
     ("restarts", "Engine restarts noticed."),
     ("replays", "Replays and snapshots asked for."),
     ("replay_failures", "Replays and snapshots that failed."),
     ("duplicates", "Messages received twice."),
     ("rebuilds", "Times the view was dropped and built anew."),
+    ("damaged", "Messages that could not be applied, or with an event that could not."),
+)
+LINK: tuple[tuple[str, str], ...] = (
+    ("connections", "Connections made."),
+    ("disconnections", "Connections lost."),
+    ("connect_retries", "Tries to connect that failed."),
+    ("faults", "Internal errors after which the stream was built anew."),
 )
 IN_FLIGHT: tuple[tuple[str, str, str], ...] = (
     ("requests", "requests", "Requests sent and not finished."),
@@ -39,19 +53,25 @@ IN_FLIGHT: tuple[tuple[str, str, str], ...] = (
     ("uncached_tokens", "uncached_tokens", "Uncached prompt tokens of the waiting ones."),
 )
 
-TOKENIZER: tuple[tuple[str, str, str, bool], ...] = (
-    ("prompts", "prompts", "Requests turned into tokens.", True),
-    ("short_prompts", "short_prompts", "Of these, shorter than one block: scored with no hit.", True),
-    ("known_pieces", "known_pieces", "Pieces of text found in the segment cache.", True),
-    ("shared_pieces", "shared_pieces", "Pieces of text waited for while another request had them encoded.", True),
-    ("new_pieces", "new_pieces", "Pieces of text encoded.", True),
-    ("encoded_bytes", "encoded_bytes", "Bytes of text encoded.", True),
-    ("late", "late", "Encodings that came after their request's time budget.", True),
-    ("failed", "failed", "Texts that the tokenizer could not encode.", True),
-    ("verified", "verified", "Prompts whose pieces were compared with a whole encode.", True),
-    ("mismatches", "mismatches", "Of these, different: incremental tokenization is off from then on.", True),
-    ("segment_cache_bytes", "cache_bytes", "Size of the segment cache.", False),
-    ("chain_cache_bytes", "chain_bytes", "Size of the chain cache.", False),
+LOAD: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
+    ("waiting_requests", "Requests waiting at the instance as scorers see it; none without a fresh report.",
+     lambda load: load.waiting),
+    ("cache_usage_ratio", "Share of its KV cache in use, likewise.", lambda load: load.usage),
+)  # fmt: skip
+
+TOKENIZER: tuple[tuple[str, str, str, Kind], ...] = (
+    ("prompts", "prompts", "Requests turned into tokens.", "counter"),
+    ("short_prompts", "short_prompts", "Of these, shorter than one block: scored with no hit.", "counter"),
+    ("known_pieces", "known_pieces", "Pieces of text found in the segment cache.", "counter"),
+    ("shared_pieces", "shared_pieces", "Pieces of text waited for while another request had them encoded.", "counter"),
+    ("new_pieces", "new_pieces", "Pieces of text encoded.", "counter"),
+    ("encoded_bytes", "encoded_bytes", "Bytes of text encoded.", "counter"),
+    ("late", "late", "Encodings that came after their request's time budget.", "counter"),
+    ("failed", "failed", "Texts that the tokenizer could not encode.", "counter"),
+    ("verified", "verified", "Prompts whose pieces were compared with a whole encode.", "counter"),
+    ("mismatches", "mismatches", "Of these, different: incremental tokenization is off from then on.", "counter"),
+    ("segment_cache_bytes", "cache_bytes", "Size of the segment cache.", "gauge"),
+    ("chain_cache_bytes", "chain_bytes", "Size of the chain cache.", "gauge"),
 )
 
 REMOTE: tuple[tuple[str, str], ...] = (
@@ -61,12 +81,27 @@ REMOTE: tuple[tuple[str, str], ...] = (
 )
 
 
-def add_families(metrics: Metrics, pools: Sequence[Pool]) -> None:
-    """Registers every family whose values live in the pools."""
+LAG = (
+    "From the engine's own time of the last message to the moment it was applied; clocks of two machines are compared. "
+    "A replayed message is as old as it is."
+)
+
+
+def add_families(metrics: Metrics, pools: Sequence[Pool], *, clock: Callable[[], float] = time.time) -> None:
+    """Registers every family whose values live in the pools. `pools` is read anew at each scrape."""
 
     reports: list[tuple[tuple[str, ...], StreamReport]] = []
 
+    known: set[str] = set()
+
     def take_reports() -> None:
+        names = {pool.name for pool in pools}
+        for name in names - known:
+            metrics.add_pool(name)
+        for name in known - names:
+            metrics.forget_pool(name)
+        known.clear()
+        known.update(names)
         reports[:] = (
             ((pool.name, report.instance, str(report.dp_rank)), report)
             for pool in pools
@@ -95,12 +130,39 @@ def add_families(metrics: Metrics, pools: Sequence[Pool]) -> None:
                 for reason, count in report.status.skipped.items():
                     yield Sample((*labels, reason), count)
 
+    def link(name: str) -> Reading:
+        return lambda: (Sample(labels, getattr(report.link, name)) for labels, report in reports)
+
+    def lag() -> Iterator[Sample]:
+        now = clock()
+        for labels, report in reports:
+            told = report.status.timestamp if report.status is not None else None
+            if told and report.event_age is not None:
+                yield Sample(labels, now - report.event_age - told)
+
     def in_flight(field: str) -> Reading:
         return lambda: (
             Sample((pool.name, one.name), getattr(pool.inflight.of_instance(one.name), field))
             for pool in pools
             for one in pool.instances
         )
+
+    def instances() -> Iterator[Sample]:
+        for pool in pools:
+            states = Counter(one.state for one in pool.instances)
+            for state in InstanceState:
+                yield Sample((pool.name, str(state)), states[state])
+
+    def load(of: Callable[[Load], float]) -> Reading:
+        def read() -> Iterator[Sample]:
+            now = time.monotonic()
+            for pool in pools:
+                for one in pool.instances:
+                    found = pool.loads.get(one.name, now)
+                    if found is not None:
+                        yield Sample((pool.name, one.name), of(found))
+
+        return read
 
     def tokenizer(field: str) -> Reading:
         return lambda: (Sample((pool.name,), getattr(pool.prompter.refresh_stats(), field)) for pool in pools)
@@ -111,13 +173,41 @@ def add_families(metrics: Metrics, pools: Sequence[Pool]) -> None:
         )
 
     for name, text in REMOTE:
-        metrics.add(Family(f"kvcar_remote_tokenizer_{name}", text, ("pool",), remote(name), counter=True))
-    for name, field, text, counter in TOKENIZER:
-        metrics.add(Family(f"kvcar_tokenizer_{name}", text, ("pool",), tokenizer(field), counter=counter))
+        metrics.add(Family(f"kvcar_remote_tokenizer_{name}", text, ("pool",), remote(name), "counter"))
+    for name, field, text, kind in TOKENIZER:
+        metrics.add(Family(f"kvcar_tokenizer_{name}", text, ("pool",), tokenizer(field), kind))
+    metrics.add(
+        Family(
+            "kvcar_tokenizer_loaded",
+            "1 while prompts can be turned into tokens; 0: every request but those of token ids passes unscored.",
+            ("pool",),
+            lambda: (Sample((pool.name,), pool.tokenizer_loaded) for pool in pools),
+        )
+    )
     for name, text, value in GAUGES:
         metrics.add(Family(f"kvcar_stream_{name}", text, STREAM, over(value)))
     for name, text in COUNTERS:
-        metrics.add(Family(f"kvcar_stream_{name}", text, STREAM, counted(name), counter=True))
+        metrics.add(Family(f"kvcar_stream_{name}", text, STREAM, counted(name), kind="counter"))
+    for name, text in LINK:
+        metrics.add(Family(f"kvcar_stream_{name}", text, STREAM, link(name), kind="counter"))
+    metrics.add(Family("kvcar_stream_lag_seconds", LAG, STREAM, lag))
+    metrics.add(
+        Family(
+            "kvcar_stream_event_age_seconds",
+            "Time since the last message was applied; an engine without new blocks sends none.",
+            STREAM,
+            lambda: (Sample(labels, report.event_age) for labels, report in reports if report.event_age is not None),
+        )
+    )
+    metrics.add(
+        Family(
+            "kvcar_stream_apply_seconds",
+            "Time to apply one message, pauses of the time budget included.",
+            STREAM,
+            lambda: (Sample(labels, report.link.applying) for labels, report in reports),
+            "summary",
+        )
+    )
     metrics.add(Family("kvcar_stream_blocks", "Resident blocks by tier.", (*STREAM, "tier"), blocks))
     metrics.add(
         Family(
@@ -125,7 +215,7 @@ def add_families(metrics: Metrics, pools: Sequence[Pool]) -> None:
             "Events not taken over, by reason.",
             (*STREAM, "reason"),
             skipped,
-            counter=True,
+            kind="counter",
         )
     )
     for name, field, text in IN_FLIGHT:
@@ -138,14 +228,37 @@ def add_families(metrics: Metrics, pools: Sequence[Pool]) -> None:
             lambda: (Sample((pool.name,), pool.speculative_blocks) for pool in pools),
         )
     )
-    metrics.add(
-        Family(
-            "kvcar_instances",
-            "Instances known.",
-            ("pool",),
-            lambda: (Sample((pool.name,), len(pool.instances)) for pool in pools),
-        )
+    metrics.add(Family("kvcar_instances", "Instances known, by state.", ("pool", "state"), instances))
+    for name, text, of in LOAD:
+        metrics.add(Family(f"kvcar_instance_{name}", text, INSTANCE, load(of)))
+
+
+def _only(value: Callable[[], float]) -> list[Sample]:
+    return [Sample((), value())]
+
+
+def add_transport(metrics: Metrics, transport: EventTransport) -> None:
+    """Registers what belongs to the thread of all streams."""
+    read: tuple[tuple[str, str, Kind, Callable[[], float]], ...] = (
+        ("faults", "Internal errors of the event thread, which goes on.", "counter", lambda: transport.faults),
+        ("streams", "Streams followed.", "gauge", lambda: transport.streams),
+        ("sockets", "ZMQ sockets open.", "gauge", lambda: transport.sockets),
+        ("replays_running", "Replays and snapshots under way.", "gauge", lambda: transport.replays[0]),
+        ("replays_waiting", "Replays and snapshots waiting for their turn.", "gauge", lambda: transport.replays[1]),
     )
+    for name, text, kind, value in read:
+        metrics.add(Family(f"kvcar_events_{name}", text, (), partial(_only, value), kind))
+
+
+def forget_gone(metrics: Metrics, fleet: Fleet) -> None:
+    """From now on the series of an instance that leaves go with it."""
+
+    def changed(change: FleetChange) -> None:
+        before, after = change.before, change.after
+        if before is not None and (after is None or after.pool != before.pool):
+            metrics.forget(before.pool, before.name, before.dp_size)
+
+    fleet.listen(changed)
 
 
 def stream_dict(report: StreamReport) -> dict[str, Any]:
