@@ -161,6 +161,9 @@ class PoolDecider:
         metrics.prompt_tokens.labels(name).inc(prompt.count)
         metrics.hit(name, "available", decision.best_available_hit, prompt.count)
         metrics.hit(name, "chosen", decision.hit_tokens, prompt.count)
+        costs = decision.main.costs
+        if len(costs) > 1:
+            metrics.spread(name, scorer, costs[0][0], costs[-1][0])
         if log.isEnabledFor(logging.DEBUG):
             log.debug("request %s: %s", record.request_id, decision.explain())
         self._decisions.add(record)
