@@ -15,35 +15,28 @@ from typing import Any
 
 from extproc import __version__
 from extproc.admin.query import Queries
-from extproc.admin.server import AdminServer, make_app
-from extproc.config import Config, ConfigError, pair_headers, profile_of
-from extproc.config import Pool as PoolConfig
+from extproc.admin.server import AdminServer, make_app, tls_context
+from extproc.aibrix_metrics import add_aibrix
+from extproc.assembly import Assembly, Built, instances_of
+from extproc.config import Config, ConfigError, pair_headers
 from extproc.decider import PoolDecider
 from extproc.decisions import DecisionLog
-from extproc.instances import instance_of
-from extproc.loads.base import LoadSource
-from extproc.loads.heartbeat import Heartbeats
-from extproc.loads.prometheus import PrometheusPoller, Target
 from extproc.metrics import Metrics
-from extproc.observe import add_families, stream_dict
+from extproc.observe import add_families, add_transport, forget_gone, stream_dict
 from extproc.openai import PATHS, Routes
+from extproc.overrides import Overrides
 from extproc.pool import Pool
-from extproc.prompt.prompter import Options as PrompterOptions
-from extproc.prompt.prompter import Prompter
-from extproc.prompt.remote import RemoteTokenizer
+from extproc.pools import Pools
 from extproc.reasons import Reason
-from extproc.router import Router
-from extproc.scorers import build as build_scorer
-from extproc.scorers import with_sessions
+from extproc.reload import FileWatch, applicable, read, replace_instances
 from extproc.server import ExtProcServer, LoggingObserver, ServerError, ServerOptions, TlsOptions
 from extproc.session_rules import SessionOptions
-from extproc.shedding import Shedding
-from extproc.speculative import Approximate, Speculation
+from extproc.sources import Sources
+from extproc.speculative import Approximate
 from extproc.trace_log import TraceLog
-from extproc.watch import watch
-from kvindex.directory import Directory
+from extproc.watch import settled, watch
 from kvindex.errors import ConfigurationError
-from kvindex.fleet import Fleet, FleetChange, Instance, check_instances
+from kvindex.fleet import Fleet
 from kvindex.options import TransportOptions, from_environment
 from kvindex.sync import SyncLimits
 from kvindex.transport import EventTransport
@@ -72,7 +65,8 @@ class App:
     Raises ConfigError from the constructor for what the file alone cannot show (endpoints, duplicates).
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, path: Path | None = None) -> None:
+        """`path`: the file to read again on `reload`, None = it was made by hand."""
         self.config = config
         self.started = time.time()
         self.metrics_registry = Metrics(__version__)
@@ -95,11 +89,16 @@ class App:
                 backoff_max=events.backoff_max_ms / 1000,
             ),
         )
+        instances_of(config)
         self.transport = EventTransport(options)
-        self._remotes: list[RemoteTokenizer] = []
-        self.pools = [self._pool(pool, limits) for pool in config.pools]
-        for instance in instances_of(config):
-            self.fleet.upsert(instance)
+        self.overrides = Overrides()
+        self.sources = Sources(self.fleet)
+        self._assembly = Assembly(config, self.fleet, self.transport, limits, self.overrides)
+        self._built = {pool.name: self._assembly.make(pool) for pool in config.pools}
+        self.pools = Pools(built.pool for built in self._built.values())
+        self.reload_error: str | None = None
+        self._path = path
+        self._reloading = asyncio.Lock()
         trace = config.trace
         self._trace = TraceLog(Path(trace.path), max_bytes=trace.max_bytes) if trace else None
         self.decider = PoolDecider(
@@ -108,16 +107,19 @@ class App:
             self.decision_log,
             names=config.headers,
             routes=Routes(config.paths.bases, config.paths.rewrites),
-            session_headers={pool.name: pool.sessions.header for pool in config.pools if pool.sessions},
             max_body_bytes=config.limits.max_body_bytes,
             trace=self._trace,
         )
         self._server: ExtProcServer | None = None
         self._admin: AdminServer | None = None
         self._stop = asyncio.Event()
-        self._watch: asyncio.Task[None] | None = None
-        self._serving = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._serving = self._warm = False
         add_families(self.metrics_registry, self.pools)
+        add_transport(self.metrics_registry, self.transport)
+        forget_gone(self.metrics_registry, self.fleet)
+        if config.admin.aibrix_metrics:
+            add_aibrix(self.metrics_registry, self.pools)
 
     # -- life
 
@@ -128,7 +130,9 @@ class App:
         """
         config = self.config
         self.transport.start()
-        self.fleet.listen(self._poll_loads)
+        for pool in self.pools:
+            pool.attach()
+        self.sources.use(config.pools)
         limits, headers = config.limits, config.headers
         tls = config.listen.tls
         self._server = ExtProcServer(
@@ -160,17 +164,23 @@ class App:
             max_body_bytes=limits.max_body_bytes,
         )
         admin = make_app(self, token=config.admin.token, more=queries.routes())
-        self._admin = AdminServer(admin, host.strip("[]"), int(port))
+        try:
+            context = tls_context(secured.cert, secured.key, secured.client_ca) if (secured := config.admin.tls) else None
+        except OSError as error:
+            raise ConfigError(f"admin.tls: the files cannot be used: {error}") from None
+        self._admin = AdminServer(admin, host.strip("[]"), int(port), tls=context)
         try:
             admin_port = await self._admin.start()
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise ConfigError(f"admin.address: cannot listen on {config.admin.address}: {reason}") from None
         try:
-            ext_proc_port = await self._server.start()
+            ext_proc_port = await self._server.start(ready=False)
         except ServerError as error:
             raise ConfigError(f"listen: {error}") from None
-        self._watch = asyncio.create_task(watch(self.pools))
+        self._tasks = [asyncio.create_task(watch(self.pools)), asyncio.create_task(self._get_ready(self._server))]
+        if self._path is not None and config.reload.watch:
+            self._tasks.append(asyncio.create_task(self._follow_file(FileWatch(self._path))))
         # What exists by now lives as long as the process: full collections need not look at it again.
         gc.collect()
         gc.freeze()
@@ -180,41 +190,102 @@ class App:
             "admin": f"{host}:{admin_port}",
         }
 
-    def _poll_loads(self, _change: FleetChange) -> None:
-        """Each pool that scrapes polls the instances that the fleet has now."""
-        for pool, given in zip(self.pools, self.config.pools, strict=True):
-            if isinstance(pool.loads, PrometheusPoller):
-                pool.loads.update(
-                    Target(one.name, one.metrics or f"http://{one.address}{given.load.path}")
-                    for one in pool.instances
-                )
+    async def _get_ready(self, server: ExtProcServer) -> None:
+        """Health says SERVING once the fleet is known and what can be synchronized is, or the time is up."""
+        deadline = time.monotonic() + self.config.startup.wait_ms / 1000
+        await self.sources.wait_ready(deadline - time.monotonic())
+        while time.monotonic() < deadline:
+            if all(settled(report) for pool in self.pools for report in pool.directory.status()):
+                break
+            await asyncio.sleep(0.02)
+        self._warm = True
+        await server.set_ready(True)
+
+    # -- reload
+
+    async def _follow_file(self, file: FileWatch) -> None:
+        interval = self.config.reload.interval_ms / 1000
+        while True:
+            await file.wait(interval)
+            await self.reload()
+
+    async def reload(self) -> str | None:
+        """Reads the configuration file again. Returns why it was refused (then nothing has changed), None = applied."""
+        if self._path is None:
+            return "the configuration did not come from a file"
+        async with self._reloading:
+            try:
+                new, waiting = applicable(self.config, await asyncio.to_thread(read, self._path))
+                await self._apply(new)
+            except (ConfigError, ConfigurationError) as error:
+                self.reload_error = str(error)
+                self.metrics_registry.reload_failures.inc()
+                log.error("the changed configuration is refused, the old one stays: %s", error)
+                return self.reload_error
+            self.reload_error = None
+            self.metrics_registry.reloads.inc()
+            if waiting:
+                log.warning("these sections take effect at the next start: %s", ", ".join(waiting))
+            return None
+
+    async def _apply(self, new: Config) -> None:
+        """Swaps pools in one step. What is equal goes on; requests under way end with what they began with."""
+        before = self._built
+        built: dict[str, Built] = {}
+        for given in new.pools:
+            old = before.get(given.name)
+            if old is not None and old.given == given:
+                built[given.name] = old
+            elif old is not None and replace_instances(old.given, given) == given:
+                built[given.name] = Built(given, old.pool)
+            else:
+                built[given.name] = await asyncio.to_thread(self._assembly.make, given, old)
+        for name, one in built.items():
+            was = before.get(name)
+            if was is None or was.pool is not one.pool:
+                one.pool.attach(was.pool if was else None)
+        self.pools.use(one.pool for one in built.values())
+        self._built, self.config = built, new
+        self.sources.use(new.pools)
+        logging.getLogger().setLevel(new.log.level.upper())
+        for name, was in before.items():
+            after = built.get(name)
+            if after is None or after.pool is not was.pool:
+                await was.pool.close(after.pool if after else None)
+        changed = sorted(name for name in before.keys() | built.keys() if before.get(name) != built.get(name))
+        log.info("configuration applied; changed pools: %s", ", ".join(changed) or "none")
 
     def request_stop(self) -> None:
         self._stop.set()
+
+    def _hang_up(self) -> None:
+        self._tasks.append(asyncio.create_task(self._reload_and_forget()))
+
+    async def _reload_and_forget(self) -> None:
+        await self.reload()
 
     async def wait(self) -> None:
         """Until `request_stop` or a signal."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_stop)
+        loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         await self._stop.wait()
 
     async def stop(self) -> None:
         """Drain: health says NOT_SERVING, running exchanges finish within the grace, then everything closes."""
         self._serving = False
-        if self._watch is not None:
-            self._watch.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self._server is not None and self._server.port:
             log.info("draining: %d requests in flight", sum(pool.inflight.total() for pool in self.pools))
             await self._server.drain()
             await self._server.stop()
+        await self.sources.close()
         for pool in self.pools:
-            if isinstance(pool.loads, PrometheusPoller):
-                await pool.loads.close()
+            await pool.close()
         if self._trace is not None:
             await asyncio.to_thread(self._trace.close)
-        for remote in self._remotes:
-            await remote.close()
         if self._admin is not None:
             await self._admin.stop()
         await asyncio.to_thread(self.transport.stop)
@@ -230,13 +301,15 @@ class App:
             }
             for pool in self.pools
         }
-        return self._serving and self.transport.alive, {"pools": detail}
+        return self._serving and self._warm and self.transport.alive, {"pools": detail}
 
     def status(self) -> Mapping[str, Any]:
         return {
             "version": __version__,
             "uptime_seconds": round(time.time() - self.started, 1),
             "serving": self._serving,
+            "reload_error": self.reload_error,
+            "discovery": self.sources.status(),
             "pools": [self._pool_status(pool) for pool in self.pools],
         }
 
@@ -277,9 +350,9 @@ class App:
         return self.metrics_registry.render(accept)
 
 
-async def serve(config: Config, *, announce: Any = None) -> None:
+async def serve(config: Config, path: Path | None = None, *, announce: Any = None) -> None:
     """Runs until SIGTERM or SIGINT. `announce` is called with the bound addresses once both ports answer."""
-    app = App(config)
+    app = App(config, path)
     try:
         addresses = await app.start()
         log.info("kvcar %s serves ext_proc on %s, admin on %s", __version__, addresses["ext_proc"], addresses["admin"])
@@ -290,13 +363,13 @@ async def serve(config: Config, *, announce: Any = None) -> None:
         await app.stop()
 
 
-def run(config: Config, *, announce: Any = None) -> None:
+def run(config: Config, path: Path | None = None, *, announce: Any = None) -> None:
     """`serve` in a new event loop, uvloop's where there is one."""
     # Threads that hold the interpreter for its default 5 ms would show in every request's p99.
     sys.setswitchinterval(0.0005)
     try:
         import uvloop
     except ImportError:
-        asyncio.run(serve(config, announce=announce))
+        asyncio.run(serve(config, path, announce=announce))
     else:
-        uvloop.run(serve(config, announce=announce))
+        uvloop.run(serve(config, path, announce=announce))

@@ -58,7 +58,7 @@ def main() -> None:
 @click.option("--print-ports", is_flag=True, help="Print one JSON line with the bound addresses on stdout when ready.")
 def serve(config_path: Path, print_ports: bool) -> None:
     """Run the ext_proc server until SIGTERM or SIGINT (then it drains)."""
-    from extproc import app
+    from extproc import app, assembly
     from extproc.config import ConfigError
     from extproc.server import ServerError
     from kvindex.errors import ConfigurationError
@@ -72,8 +72,8 @@ def serve(config_path: Path, print_ports: bool) -> None:
             sys.stdout.flush()
 
     try:
-        app.check_files(config, str(config_path))
-        app.run(config, announce=announce)
+        assembly.check_files(config, str(config_path))
+        app.run(config, config_path, announce=announce)
     except (ConfigError, ConfigurationError) as error:
         fail(str(error))
     except (OSError, ServerError) as error:
@@ -85,13 +85,13 @@ def serve(config_path: Path, print_ports: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 def check(config_path: Path, as_json: bool) -> None:
     """Validate a configuration and print what would be watched. Exit status 2 when it cannot be used."""
-    from extproc import app
+    from extproc import assembly
     from extproc.config import ConfigError
 
     config = read_config(config_path)
     try:
-        app.check_files(config, str(config_path))
-        instances = app.instances_of(config)
+        assembly.check_files(config, str(config_path))
+        instances = assembly.instances_of(config)
     except ConfigError as error:
         fail(str(error))
     if as_json:

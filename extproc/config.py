@@ -77,6 +77,28 @@ class Admin(Node):
     aibrix_metrics: bool = False
 
 
+class Startup(Node):
+    """Health says NOT_SERVING until the fleet is known and connected streams are synchronized."""
+
+    wait_ms: int = Field(5000, ge=0, le=600_000)
+
+
+class Reload(Node):
+    """Following changes of this file; SIGHUP works in any case."""
+
+    watch: bool = True
+    interval_ms: int = Field(1000, ge=50, le=600_000)
+
+
+class LivenessConfig(Node):
+    """Instances that do not answer get no requests for a while."""
+
+    failures: int = Field(2, ge=1, le=1000)
+    scrape_failures: int = Field(3, ge=1, le=1000)
+    out_ms: int = Field(5000, ge=100, le=3_600_000)
+    max_out_ms: int = Field(60_000, ge=100, le=3_600_000)
+
+
 class Log(Node):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["text", "json"] = "text"
@@ -242,6 +264,7 @@ class Pool(Node):
     speculation: SpeculationConfig | None = None
     approximate: ApproximateConfig | None = None
     shedding: SheddingConfig | None = None
+    liveness: LivenessConfig | None = LivenessConfig()
     max_endpoints: int = Field(3, ge=1, le=64)
     instances: tuple[InstanceConfig, ...] = ()
     discovery: tuple[DiscoveryConfig, ...] = ()
@@ -275,6 +298,8 @@ class Config(Node):
     listen: Listen = Listen()
     admin: Admin = Admin()
     log: Log = Log()
+    startup: Startup = Startup()
+    reload: Reload = Reload()
     trace: TraceConfig | None = None
     paths: Paths = Paths()
     headers: Headers = Headers()
@@ -304,7 +329,7 @@ class Config(Node):
 
 def pair_headers(config: Config) -> tuple[str, ...]:
     """Headers that tell prefill/decode pairs to the engines of this configuration."""
-    pools = (pool for pool in config.pools if any(one.role != "default" for one in pool.instances))
+    pools = (pool for pool in config.pools if pool.discovery or any(one.role != "default" for one in pool.instances))
     profiles = [profile_of(pool, config.headers) for pool in pools]
     return tuple(name for one in profiles for name in (one.prefill_header, one.decode_header) if name)
 

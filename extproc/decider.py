@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 from xxhash import xxh3_128_hexdigest
 
@@ -19,6 +18,7 @@ from extproc.messages import HttpRequest, Immediate, Outcome
 from extproc.metrics import Metrics
 from extproc.openai import DEFAULT_ROUTES, Routes, parse_body
 from extproc.pool import Ask, Pool
+from extproc.pools import Pools
 from extproc.reasons import Reason, Unscored
 from extproc.shedding import priority_of
 from extproc.trace_log import TraceLog
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 DEFAULT_HEADERS = Headers()
 MAX_SESSION_KEY = 256
+UNAVAILABLE = (503, 504)
+"""Nobody served the request: the gateway's answer when connections fail or time out."""
 
 SUBSET = ("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset")
 """Namespace and key under which a gateway limits the choice (Gateway API Inference Extension, proposal 004)."""
@@ -55,12 +57,27 @@ class Follow:
 
     def on_response_headers(self, status: int | None, served: str | None) -> None:
         self._record.status = status
+        decision = self._record.decision
+        destinations = decision.destinations if decision is not None else ()
         if served:
             self._record.served = served
-            decision = self._record.decision
-            if decision is not None and decision.destinations and decision.destinations[0] != served:
+            if destinations and destinations[0] != served:
                 self._ticket.moved(served, self._clock())
                 self._metrics.failover.labels(self._pool.name).inc()
+        if destinations:
+            self._judge(destinations, status, served)
+
+    def _judge(self, destinations: tuple[str, ...], status: int | None, served: str | None) -> None:
+        """Who answered, and who before it in the list did not. A host outside the list says nothing of those in it:
+        the gateway may not follow our list at all."""
+        pool, now = self._pool, self._clock()
+        tried = destinations[: destinations.index(served)] if served in destinations else ()
+        for address in tried:
+            pool.failed(address, now, f"the gateway went on to {served}")
+        if status in UNAVAILABLE:
+            pool.failed(served or destinations[0], now, f"requests end with {status}")
+        elif served:
+            pool.answered(served)
 
     def on_first_byte(self) -> None:
         self._ticket.first_byte(self._clock(), learn=self._record.status == 200)
@@ -80,9 +97,7 @@ class PoolDecider:
     """The decider of a server with these pools; also counts what sessions pass on without asking.
 
     names            headers that a client may use, and whether answers explain the decision
-    session_headers  pool name -> header that carries the session key
 
-    Model names are unique over all pools. A body without a model goes to the only pool, if there is one.
     """
 
     def __init__(
@@ -92,19 +107,15 @@ class PoolDecider:
         decisions: DecisionLog,
         *,
         names: Headers = DEFAULT_HEADERS,
-        session_headers: Mapping[str, str] = MappingProxyType({}),
         routes: Routes = DEFAULT_ROUTES,
         max_body_bytes: int = 32 << 20,
         trace: TraceLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.pools = tuple(pools)
-        self._by_model: Mapping[str, Pool] = {name: pool for pool in pools for name in pool.models}
-        self._only = self.pools[0] if len(self.pools) == 1 else None
+        self.pools = pools if isinstance(pools, Pools) else Pools(pools)
         self._metrics = metrics
         self._decisions = decisions
         self._names = names
-        self._session_headers = session_headers
         self._routes = routes
         self._max_body = max_body_bytes
         self._trace = trace
@@ -122,7 +133,7 @@ class PoolDecider:
         )
         if isinstance(body, Unscored):
             return self._pass(record, body, None, started)
-        pool = self._by_model.get(body.model) if body.model is not None else self._only
+        pool = self.pools.of(body.model)
         record.model = shown(body.model or "")
         if pool is None:
             return self._pass(record, Unscored(Reason.MODEL, "no pool serves this model name"), None, started)
@@ -199,7 +210,7 @@ class PoolDecider:
     def _ask(self, pool: Pool, request: HttpRequest) -> Ask:
         """What the client and the gateway say about routing."""
         headers, names = request.headers, self._names
-        session = self._session_headers.get(pool.name)
+        session = pool.session_header
         return Ask(
             scorer=headers.get(names.scorer) if len(pool.routers) > 1 else None,
             session=_session_key(headers.get(session)) if session is not None else None,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from extproc.decision import Decision, Hits, instance_of
+from extproc.liveness import Liveness
 from extproc.loads.base import LoadSource
 from extproc.loads.inflight import InFlight
+from extproc.loads.prometheus import PrometheusPoller, Target
 from extproc.messages import Immediate
 from extproc.openai import Body
-from extproc.overrides import Overrides
+from extproc.overrides import CHOSEN, Overrides
 from extproc.prompt.prompter import Prompt, Prompter
 from extproc.reasons import Unscored
 from extproc.router import Router
@@ -20,7 +23,7 @@ from extproc.scorers.base import Request
 from extproc.shedding import Shedding
 from extproc.speculative import Approximate, Speculation
 from kvindex.directory import Directory, Match
-from kvindex.fleet import Fleet, FleetChange, Instance
+from kvindex.fleet import Fleet, FleetChange, Instance, InstanceState
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +41,25 @@ class Ask:
 NOTHING_ASKED = Ask()
 
 
+def _nothing() -> None:
+    return None
+
+
 class Pool:
     """Everything of one pool but its tokenization time and counting, which the decider does.
 
-    models    served names, aliases and adapters that choose this pool
-    routers   by scorer name; the first is the pool's own, the others are those that a request may ask for
-    loads     None = the own in-flight counts
-    beside    what counts as cached beside (Speculation) or instead of (Approximate) the directory, None = nothing
-    shedding  None = no request is ever refused
-    overrides  what an operator wants of instances beside what discovery says, None = nothing
+    models     served names, aliases and adapters that choose this pool
+    routers    by scorer name; the first is the pool's own, the others are those that a request may ask for
+    loads      None = the own in-flight counts
+    load_path  of the metrics pages, where an instance does not name its own
+    beside     what counts as cached beside (Speculation) or instead of (Approximate) the directory, None = nothing
+    shedding   None = no request is ever refused
+    liveness   None = an instance that does not answer stays a candidate
+    overrides  instances that the operator drains
+    session_header  the header that carries a session key, None = sessions are off
+
+    It looks at the fleet from `attach` to `close`, both in the event loop. `instances` are the fleet's as we see them:
+    drained or not answering ones have that state.
     """
 
     def __init__(
@@ -61,9 +74,13 @@ class Pool:
         scorer_name: str,
         routers: Mapping[str, Router] = MappingProxyType({}),
         loads: LoadSource | None = None,
+        load_path: str = "/metrics",
         beside: Speculation | Approximate | None = None,
         shedding: Shedding | None = None,
+        inflight: InFlight | None = None,
+        liveness: Liveness | None = None,
         overrides: Overrides | None = None,
+        session_header: str | None = None,
     ) -> None:
         self.name = name
         self.models = tuple(models)
@@ -72,35 +89,134 @@ class Pool:
         self.router = router
         self.scorer_name = scorer_name
         self.routers = {scorer_name: router, **routers}
-        self.inflight = InFlight()
+        self.inflight = inflight or InFlight()
+        self.source = loads
         self.loads: LoadSource = loads if loads is not None else self.inflight
         self.beside = beside
         self.shedding = shedding
-        self._fleet = fleet
+        self.liveness = liveness
+        self.session_header = session_header
+        self._load_path = load_path
         self._overrides = overrides or Overrides()
+        self._fleet = fleet
+        self._known: Mapping[str, Instance] = {}
+        self._stops: tuple[Callable[[], object], ...] = ()
+        self._stop_directory: Callable[[], object] = _nothing
+        self._helpless: frozenset[str] = frozenset()
         self.by_name: Mapping[str, Instance] = {}
         self.instances: tuple[Instance, ...] = ()
-        fleet.listen(self._changed)
-        self._overrides.listen(self._overridden)
+
+    def attach(self, before: Pool | None = None) -> None:
+        """Follows the fleet from now on, in place of `before`, with which it may share parts."""
+        if before is not None:
+            before._stop()
+        if before is not None and before.directory is self.directory:
+            self._stop_directory = before._stop_directory
+        else:
+            self._stop_directory = self.directory.attach(self._fleet)
+        if isinstance(self.source, PrometheusPoller):
+            self.source.on_poll = self._polled
         self._refresh()
+        self._stops = (
+            self._fleet.listen(self._changed),
+            self._overrides.listen(lambda _name: self._select(time.monotonic())),
+        )
+
+    async def close(self, after: Pool | None = None) -> None:
+        """Ends what `after`, the pool in its place, does not use."""
+        self._stop()
+        if after is None or after.directory is not self.directory:
+            self._stop_directory()
+            self.directory.close()
+        if isinstance(self.source, PrometheusPoller) and (after is None or after.source is not self.source):
+            await self.source.close()
+        remote = self.prompter.remote
+        if remote is not None and (after is None or after.prompter is not self.prompter):
+            await remote.close()
+
+    def _stop(self) -> None:
+        for stop in self._stops:
+            stop()
+        self._stops = ()
 
     def _changed(self, change: FleetChange) -> None:
         """Only a change of this pool's instances makes new tuples: the router plans anew for each."""
         if any(side is not None and side.pool == self.name for side in (change.before, change.after)):
             self._refresh()
 
-    def _overridden(self, name: str) -> None:
-        if name in self.by_name:
-            self._refresh()
-
     def _refresh(self) -> None:
-        over = self._overrides.over
-        mine = {name: over(one) for name, one in self._fleet.snapshot().items() if one.pool == self.name}
+        mine = self._known = {name: one for name, one in self._fleet.snapshot().items() if one.pool == self.name}
         self.inflight.update(mine.values())
         if isinstance(self.beside, Approximate):
             self.beside.retain(mine.values())
-        self.by_name = mine
-        self.instances = tuple(mine.values())
+        if self.liveness is not None:
+            self.liveness.retain(mine.values())
+        if isinstance(self.source, PrometheusPoller):
+            self.source.update(
+                Target(name, one.metrics or f"http://{one.address}{self._load_path}")
+                for name, one in mine.items()
+                if one.metrics or one.address
+            )
+        if self.prompter.remote is not None:
+            self.prompter.remote.use([f"http://{one.address}" for one in mine.values() if one.address])
+        self._select(time.monotonic())
+
+    def _select(self, now: float) -> None:
+        """Lays the operator's wishes and our own experience over what discovery says. O(instances).
+
+        Where a role would have nobody left, experience does not count: the gateway may know better, and a try costs
+        nothing more than the certain failure.
+        """
+        out = self.liveness.out(now) if self.liveness is not None else {}
+        wished = {name: self._overrides.over(one) for name, one in self._known.items()}
+        chosen = [one for one in wished.values() if one.state in CHOSEN]
+        alive = {one.current_role for one in chosen if one.name not in out}
+        helpless = frozenset(one.current_role for one in chosen) - alive
+        if helpless - self._helpless:
+            log.warning(
+                "pool %s: no instance of role %s answers; all of them stay candidates",
+                self.name, ", ".join(sorted(helpless)),
+            )  # fmt: skip
+        self._helpless = helpless
+        self.by_name = {
+            name: replace(one, state=InstanceState.UNREACHABLE)
+            if name in out and one.state in CHOSEN and one.current_role not in helpless
+            else one
+            for name, one in wished.items()
+        }
+        self.instances = tuple(self.by_name.values())
+
+    # -- what answers and what does not
+
+    def answered(self, address: str) -> None:
+        """A request was answered from there."""
+        name = self.inflight.by_address.get(address)
+        if self.liveness is not None and name is not None and self.liveness.answered(name):
+            log.info("instance %s answers again", name)
+            self._select(time.monotonic())
+
+    def failed(self, address: str, now: float, reason: str) -> None:
+        """The gateway could not have a request served there."""
+        name = self.inflight.by_address.get(address)
+        if self.liveness is None or name is None or not self.liveness.failed(name, now, reason):
+            return
+        log.warning("instance %s gets no requests for a while: %s", name, reason)
+        if self.beside is not None:
+            self.beside.clear(name)
+        self._select(now)
+
+    def _polled(self, name: str, now: float, error: str) -> None:
+        if self.liveness is not None and self.liveness.polled(name, now, error):
+            if error:
+                log.warning("instance %s gets no requests for a while: its metrics: %s", name, error)
+            else:
+                log.info("instance %s answers again", name)
+            self._select(now)
+
+    @property
+    def unreachable(self) -> Mapping[str, str]:
+        """Instances that get no requests because they did not answer, and what happened."""
+        return self.liveness.out(time.monotonic()) if self.liveness is not None else {}
 
     @property
     def tokenizer_loaded(self) -> bool:
@@ -147,10 +263,18 @@ class Pool:
         self, prompt: Prompt, keys: list[bytes], hits: Hits | None, now: float, ask: Ask = NOTHING_ASKED
     ) -> Decision:
         """The decision, not yet charged to anybody. A scorer that is not allowed is taken for none."""
+        liveness = self.liveness
+        if liveness is not None and liveness.next_change is not None and now >= liveness.next_change:
+            self._select(now)
         request = Request(prompt.count, self.directory.block_size or 0, session=ask.session, now=now)
         router = self.routers.get(ask.scorer, self.router) if ask.scorer else self.router
         decision = router.route(request, self.instances, hits, self.loads, self.inflight, now, only=ask.only)
         chosen = decision.chosen
-        if self.beside is not None and chosen is not None:
-            self.beside.add(self.by_name[instance_of(chosen)], chosen.rank, keys, now)
+        if chosen is not None:
+            if self.beside is not None:
+                self.beside.add(self.by_name[instance_of(chosen)], chosen.rank, keys, now)
+            if liveness is not None and liveness.next_change is not None:
+                for one in (chosen, decision.decode):
+                    if one is not None and liveness.picked(instance_of(one), now):
+                        self._select(now)
         return decision

@@ -279,6 +279,9 @@ class Router:
             if str(instance.state).lower() not in SCHEDULABLE:
                 plan.excluded[name] = "state"
                 continue
+            if not instance.address:
+                plan.excluded[name] = "address"
+                continue
             role = str(instance.current_role).lower()
             slots = [_Slot(name, name, instance, instance.address, None)]
             if self.dp == "target" and instance.dp_size > 1:

@@ -160,6 +160,11 @@ class Approximate:
         """Hits for these keys; `match` is not read, so that both classes are used alike."""
         return Guess(self._sent, keys, now - self._ttl)
 
+    def clear(self, instance: str) -> None:
+        """It may have been restarted: nothing is believed of it. O(instances)."""
+        for slot in [slot for slot in self._sent if slot.instance == instance]:
+            del self._sent[slot]
+
     def retain(self, instances: Iterable[Any]) -> None:
         """Forgets every process that is not among these."""
         keep = {(one.name, one.incarnation) for one in instances}

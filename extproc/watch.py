@@ -52,6 +52,16 @@ class StreamLog:
             log.warning("stream %s: not synchronized, its hits do not count: %s", name, report.error or "")
 
 
+def settled(report: StreamReport) -> bool:
+    """Nothing better is to be expected of this stream soon: it is synchronized, cannot be reached, is not followed, or
+    has no way to ask for the past."""
+    link = report.link
+    waits = report.state == "waiting" or not (link.connected or link.connect_retries)
+    if report.state in ("skipped", "missing"):
+        return True
+    return report.synchronized or (not waits and (not link.connected or report.replay is None))
+
+
 async def watch(pools: Sequence[Pool], interval: float = INTERVAL) -> None:
     """Looks for ever; cancel it to end."""
     lines = StreamLog()

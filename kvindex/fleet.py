@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 
 ROLES = ("default", "prefill", "decode", "mix")
 RECOVERIES = ("none", "history", "snapshot")
+PUSHED = "push:"
+"""In place of an events endpoint: no socket, the events are handed to `Directory.push`."""
+POOL_MEDIA = ("cpu", "disk")
 MAX_DP_SIZE = 4096
 
 
@@ -46,12 +49,14 @@ class StreamEndpoint:
     """Where the KV events of one data-parallel rank come from.
 
     dp_rank   0 .. dp_size-1
-    events    ZMQ endpoint of the engine's PUB socket
+    events    ZMQ endpoint of the engine's PUB socket, or PUSHED
     replay    ZMQ endpoint of its replay ROUTER, None = the engine has none (the vLLM default)
     topic     compared whole; "" = exactly the empty topic, None = any (who registered the engine did not say)
     dialect   a name of `kvindex.dialects.DIALECTS`
     recovery  "none", "history" or "snapshot"; None = the dialect's own with a replay endpoint, "none" without
     bind      True: the engine connects to us, so `events` is what we listen on
+    medium    "" = the engine's own stream. "cpu", "disk": of a store that publishes per rank and medium (YuanRong), beside
+              it; what its events are about when they do not say
     """
 
     dp_rank: int
@@ -61,6 +66,11 @@ class StreamEndpoint:
     dialect: str = "auto"
     recovery: str | None = None
     bind: bool = False
+    medium: str = ""
+
+    @property
+    def pushed(self) -> bool:
+        return self.events == PUSHED
 
     @property
     def topic_bytes(self) -> bytes | None:
@@ -70,6 +80,12 @@ class StreamEndpoint:
         """Raises ConfigurationError that names the value and the remedy."""
         if not _is_int(self.dp_rank) or not 0 <= self.dp_rank < MAX_DP_SIZE:
             raise ConfigurationError(f"dp_rank {self.dp_rank!r} is not in 0..{MAX_DP_SIZE - 1}")
+        if self.medium:
+            check_medium(self.medium, self.recovery)
+        if self.pushed:
+            if self.medium or self.replay is not None or self.bind:
+                raise ConfigurationError(f"a rank whose events are pushed ({PUSHED}) has no medium, replay or bind")
+            return
         check_endpoint(self.events, bind=self.bind, what="events endpoint")
         if self.replay is not None:
             check_endpoint(self.replay, what="replay endpoint")
@@ -82,6 +98,42 @@ class StreamEndpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolPublisher:
+    """Who tells what a pool of host memory or disk holds that many engines share: a Mooncake master, Memcache.
+
+    Its hashes are those of its member engines, which explain them: they must have event streams of their own, and the
+    same hash seed.
+
+    name      unique among the publishers of a directory
+    endpoint  where its events come from; `medium` is the tier of events that name none
+    members   names of instances; () = all that are followed
+    """
+
+    name: str
+    endpoint: StreamEndpoint
+    members: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raises ConfigurationError that names publisher, value and remedy."""
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigurationError(f"a pool publisher needs a name, got {self.name!r}")
+        try:
+            check_medium(self.endpoint.medium, self.endpoint.recovery)
+            if self.endpoint.pushed:
+                raise ConfigurationError("its events cannot be pushed: write the endpoint it publishes at")
+            self.endpoint.check()
+        except ConfigurationError as error:
+            raise ConfigurationError(f"publisher {self.name!r}: {error}") from None
+
+
+def check_medium(medium: str, recovery: str | None = None) -> None:
+    if medium not in POOL_MEDIA:
+        raise ConfigurationError(f"medium {medium!r} is none of {', '.join(POOL_MEDIA)}")
+    if recovery == "snapshot":
+        raise ConfigurationError("recovery 'snapshot': a pool has no snapshot, write none (or history)")
+
+
+@dataclass(frozen=True, slots=True)
 class Instance:
     """One engine process as discovery names it.
 
@@ -91,7 +143,7 @@ class Instance:
     role         default, prefill, decode or mix; `acting` is the current role of a mix instance ("" = prefill)
     dp_size      number of data-parallel ranks
     incarnation  changes when the process restarts; "" = unknown (a reconnect then has to show it)
-    events       at most one endpoint a rank; none = no KV events, routable by load alone
+    events       at most one endpoint a rank and medium; none = no KV events, routable by load alone
     metrics      URL of its metrics page; "" = at `address`, where the pool's `load.path` says
     """
 
@@ -130,15 +182,16 @@ class Instance:
                 raise ConfigurationError(f"acting role {self.acting!r} is neither prefill nor decode")
             if not _is_int(self.dp_size) or not 1 <= self.dp_size <= MAX_DP_SIZE:
                 raise ConfigurationError(f"dp_size {self.dp_size!r} is not in 1..{MAX_DP_SIZE}")
-            ranks: set[int] = set()
+            ranks: set[tuple[int, str]] = set()
             used: set[str] = set()
             for stream in self.events:
                 stream.check()
                 if stream.dp_rank >= self.dp_size:
                     raise ConfigurationError(f"a stream of rank {stream.dp_rank} with dp_size {self.dp_size}")
-                if stream.dp_rank in ranks:
-                    raise ConfigurationError(f"two streams of rank {stream.dp_rank}")
-                ranks.add(stream.dp_rank)
+                if (stream.dp_rank, stream.medium) in ranks:
+                    medium = f", medium {stream.medium}" if stream.medium else ""
+                    raise ConfigurationError(f"two streams of rank {stream.dp_rank}{medium}")
+                ranks.add((stream.dp_rank, stream.medium))
                 for endpoint in endpoints_of(stream):
                     if endpoint in used:
                         raise ConfigurationError(f"endpoint {endpoint!r} is used twice: each rank has its own port")
@@ -148,6 +201,9 @@ class Instance:
 
 
 def endpoints_of(stream: StreamEndpoint) -> tuple[str, ...]:
+    """The addresses that are this stream's alone."""
+    if stream.pushed:
+        return ()
     return (stream.events,) if stream.replay is None else (stream.events, stream.replay)
 
 

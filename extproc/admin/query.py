@@ -33,6 +33,7 @@ from extproc.loads.heartbeat import Heartbeats
 from extproc.openai import Body, parse_body
 from extproc.openai import Endpoint as Api
 from extproc.pool import Pool
+from extproc.pools import Pools
 from extproc.prompt.prompter import Prompt
 from extproc.reasons import Reason, Unscored
 from kvindex.directory import Match, StreamReport
@@ -75,9 +76,7 @@ class Queries:
         max_body_bytes: int = 32 << 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.pools = tuple(pools)
-        self._by_model = {name: pool for pool in pools for name in pool.models}
-        self._only = self.pools[0] if len(self.pools) == 1 else None
+        self.pools = pools if isinstance(pools, Pools) else Pools(pools)
         self._ready = ready
         self._form = form
         self._max_body = max_body_bytes
@@ -146,7 +145,7 @@ class Queries:
         """A request as a client would send it, or token ids for a model."""
         if isinstance(body, Unscored):
             raise _refused(body)
-        pool = self._by_model.get(body.model) if body.model is not None else self._only
+        pool = self.pools.of(body.model)
         if pool is None:
             raise _refused(Unscored(Reason.MODEL, f"no pool serves {body.model!r:.200}"))
         prompt: Prompt | None = None
@@ -182,7 +181,7 @@ class Queries:
         packed = request.content_type in MSGPACK
         fields = await _work(data, _unpack if packed else _load, data)
         ask = await _work(data, conductor.parse, fields, self._form)
-        pool = self._by_model.get(ask.model) if ask.tenant == conductor.TENANT else None
+        pool = self.pools.of(ask.model) if ask.tenant == conductor.TENANT else None
         if pool is None:
             raise BadQuery(ask.missing(), 404)
         directory = pool.directory

@@ -30,14 +30,14 @@ def tokens(config_path: Path, path: str | None, as_json: bool, request_file: Any
     REQUEST.json holds a request body; "-" reads standard input. Exit status 1 when the request would pass unscored.
     The output holds the request's text: this command is for your own requests.
     """
-    from extproc import app
+    from extproc import assembly
     from extproc.config import ConfigError
     from extproc.openai import Body, parse_body
     from extproc.reasons import Reason, Unscored
 
     config = read_config(config_path)
     try:
-        app.check_files(config, str(config_path))
+        assembly.check_files(config, str(config_path))
     except ConfigError as error:
         fail(str(error))
     data = request_file.read()
@@ -93,7 +93,7 @@ def tokens(config_path: Path, path: str | None, as_json: bool, request_file: Any
 
 async def _ask(pool: Pool, config: Config, body: Body) -> tuple[Prompt | Unscored, Prompter]:
     """As the server does it: where nothing can be rendered or encoded here, the pool's engines are asked."""
-    from extproc.app import prompter_options
+    from extproc.assembly import prompter_options
     from extproc.prompt.prompter import Prompter
     from extproc.prompt.remote import RemoteTokenizer
 

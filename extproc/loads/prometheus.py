@@ -163,6 +163,8 @@ class PrometheusPoller:
         self._headers = dict(headers or {})
         self._tasks: dict[Target, asyncio.Task[None]] = {}
         self._session: aiohttp.ClientSession | None = None
+        self.on_poll: Callable[[str, float, str], None] | None = None
+        """Called after each poll with the instance, the time it began, and why nobody answered ("" = somebody did)."""
 
     def get(self, name: str, now: float, rank: int | None = None) -> Load | None:
         return self.reports.get(name, now, rank)
@@ -192,6 +194,7 @@ class PrometheusPoller:
         clock = self._clock or asyncio.get_running_loop().time
         while True:
             started = clock()
+            silent = ""
             try:
                 page = await self._fetch(target.url)
                 scrape = parse(page)
@@ -199,10 +202,13 @@ class PrometheusPoller:
             except InvalidReport as error:
                 self.reports.fail(target.name, str(error))
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                self.reports.fail(target.name, f"{type(error).__name__}: {error}", invalid=False)
+                silent = f"{type(error).__name__}: {error}".removesuffix(": ")
+                self.reports.fail(target.name, silent, invalid=False)
             except Exception as error:
                 log.exception("polling the load of %s failed", target.name)
                 self.reports.fail(target.name, f"{type(error).__name__}: {error}")
+            if self.on_poll is not None:
+                self.on_poll(target.name, started, silent)
             await asyncio.sleep(max(0.0, self._interval - (clock() - started)))
 
     async def _fetch(self, url: str) -> str:

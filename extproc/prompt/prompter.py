@@ -86,6 +86,12 @@ class Remote(Protocol):
 
     async def ids(self, body: Body, budget: float) -> bytes: ...
 
+    def use(self, urls: Sequence[str]) -> None:
+        """The engines to ask from now on."""
+        ...
+
+    async def close(self) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -458,6 +464,12 @@ class Prompter:
         return self.chain.keys(prompt.pieces, block_size, seed=seed, root=root, first_extras=salted, limit=limit)
 
     # -- for status, `kvcar tokens` and benchmarks ---------------------------------------------------------------------
+
+    def token_texts(self, ids: Sequence[int]) -> list[str] | None:
+        """The text of each token by itself, for people to read (a part of a character is U+FFFD); None without a
+        tokenizer. About 2 us a token."""
+        loaded = self._loaded
+        return loaded.texts(ids) if loaded is not None and loaded.texts is not None else None
 
     @property
     def incremental(self) -> bool:

@@ -78,7 +78,7 @@ class RemoteTokenizer:
         self.asked = 0
         self.failed = 0
         self.known = 0
-        self._urls = [url.rstrip("/") for url in urls]
+        self.use(urls)
         self._api = api
         self._max_answer = max_answer
         self._rest = rest
@@ -89,6 +89,10 @@ class RemoteTokenizer:
         self._cache: OrderedDict[bytes, bytes] = OrderedDict()
         self._pending: dict[bytes, asyncio.Task[bytes]] = {}
         self._session: Any = None
+
+    def use(self, urls: Sequence[str]) -> None:
+        """The engines to ask from now on."""
+        self._urls = [url.rstrip("/") for url in urls]
 
     async def ids(self, body: Body, budget: float) -> bytes:
         """Packed ids of the prompt. Raises RemoteError within `budget` seconds."""

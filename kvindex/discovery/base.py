@@ -1,6 +1,5 @@
 """The discovery seam: a source finds instances and tells them to a `Notify`; several may feed one fleet.
 
-The seam for sources of any kind; nothing in the server uses it yet: configured instances go into the fleet directly.
 A source is one file with one class. It never raises for what it finds out there: bad news are told with `problem`.
 """
 
@@ -51,35 +50,45 @@ class FleetFeed:
         self.is_ready = False
         self.error: str | None = None
         self.refused: dict[str, str] = {}
+        self.names: set[str] = set()
+        """The instances of the fleet that came from here."""
         self._fleet = fleet
-        self._own: set[str] = set()
+        self._waiting: dict[str, Instance] = {}
         self._on_ready = on_ready
 
     def upsert(self, instance: Instance) -> None:
         name = instance.name
         try:
-            if name not in self._own and self._fleet.get(name) is not None:
+            if name not in self.names and self._fleet.get(name) is not None:
                 raise ConfigurationError(f"instance {name!r} is already known from another source")
             self._fleet.upsert(instance)
         except ConfigurationError as error:
             if self.refused.get(name) != str(error):
                 log.error("discovery %s: %s", self.name, error)
             self.refused[name] = str(error)
+            self._waiting[name] = instance
             return
-        self._own.add(name)
+        self.names.add(name)
         self.refused.pop(name, None)
+        self._waiting.pop(name, None)
 
     def remove(self, name: str, *, incarnation: str | None = None) -> None:
         self.refused.pop(name, None)
-        if name in self._own and self._fleet.remove(name, incarnation=incarnation) is not None:
-            self._own.discard(name)
+        self._waiting.pop(name, None)
+        if name in self.names and self._fleet.remove(name, incarnation=incarnation) is not None:
+            self.names.discard(name)
 
     def replace(self, instances: Iterable[Instance]) -> None:
         found = list(instances)
         names = {instance.name for instance in found}
-        for name in sorted((self._own | set(self.refused)) - names):
+        for name in sorted((self.names | set(self.refused)) - names):
             self.remove(name)
         for instance in found:
+            self.upsert(instance)
+
+    def retry(self) -> None:
+        """Offers what was refused again: a name may have become free."""
+        for instance in list(self._waiting.values()):
             self.upsert(instance)
 
     def ready(self) -> None:

@@ -53,7 +53,6 @@ def make_pool(
     """block_size (default 4), loads"""
     fleet = Fleet()
     directory = Directory(Driver(), pool=name, block_size=options.pop("block_size", 4))
-    directory.attach(fleet)
     pool = Pool(
         name,
         (*models, "ada"),
@@ -64,6 +63,7 @@ def make_pool(
         scorer_name="car",
         **options,
     )
+    pool.attach()
     for instance in instances:
         fleet.upsert(instance)
     return pool

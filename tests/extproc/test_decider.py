@@ -132,7 +132,7 @@ def test_answers_explain_themselves_when_the_operator_allows_it() -> None:
 
 def test_a_session_stays() -> None:
     router = Router(with_sessions(build("car"), mode="pin"))
-    bench = Bench(three(router=router), session_headers={"qwen": "x-session-id"})
+    bench = Bench(three(router=router, session_header="x-session-id"))
     first = bench.ask(x_session_id="s1").destinations[0]
     assert {bench.ask(x_session_id="s1").destinations[0] for _ in range(5)} == {first}
     assert len({bench.ask().destinations[0] for _ in range(6)}) > 1
@@ -163,7 +163,7 @@ def test_ranks_as_candidates_count_for_their_instance() -> None:
 
 def test_a_session_key_is_kept_short() -> None:
     router = Router(with_sessions(build("car"), mode="pin"))
-    bench = Bench(three(router=router), session_headers={"qwen": "x-session-id"})
+    bench = Bench(three(router=router, session_header="x-session-id"))
     first = bench.ask(x_session_id="k" * 60_000).destinations[0]
     assert bench.ask(x_session_id="k" * 60_000).destinations[0] == first
     record = next(bench.log.latest())

@@ -516,7 +516,7 @@ def test_random_fleets_keep_every_rule() -> None:
                 name,
                 rng.choices(["default", "prefill", "decode", "mix"], [6, 1, 1, 1])[0],
                 dp_size=rng.choice([1, 1, 2]),
-                state=rng.choices(list(InstanceState), [6, 1, 1, 1])[0],
+                state=rng.choices(list(InstanceState), [6, 1, 1, 1, 1])[0],
                 address=f"10.2.0.{names.index(name)}:80",
             )
             for name in chosen_names

@@ -1,0 +1,230 @@
+"""From a configuration to pools, and from a changed one to changed pools that keep what is not concerned.
+
+pools[*] of the file --make()--> Pool = tokenizer + directory + router + loads + what is believed beside events
+                                        each part is taken over from the pool before when its options are equal
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from extproc.config import Config, ConfigError, profile_of
+from extproc.config import Pool as PoolConfig
+from extproc.instances import instance_of
+from extproc.liveness import Liveness
+from extproc.loads.base import LoadSource
+from extproc.loads.heartbeat import Heartbeats
+from extproc.loads.prometheus import PrometheusPoller
+from extproc.overrides import Overrides
+from extproc.pool import Pool
+from extproc.prompt.prompter import Options as PrompterOptions
+from extproc.prompt.prompter import Prompter
+from extproc.prompt.remote import RemoteTokenizer
+from extproc.router import Router
+from extproc.scorers import build as build_scorer
+from extproc.scorers import with_sessions
+from extproc.shedding import Shedding
+from extproc.speculative import Approximate, Speculation
+from kvindex.directory import Directory
+from kvindex.errors import ConfigurationError
+from kvindex.fleet import Fleet, Instance, check_instances
+from kvindex.sync import SyncLimits
+from kvindex.transport import EventTransport
+
+
+def instances_of(config: Config) -> list[Instance]:
+    """Every configured instance, checked alone and against the others. Raises ConfigError."""
+    try:
+        found = [instance_of(pool.facts, given) for pool in config.pools for given in pool.instances]
+        check_instances(found)
+    except ConfigurationError as error:
+        raise ConfigError(f"pools: {error}") from None
+    return found
+
+
+def prompter_options(pool: PoolConfig, config: Config) -> PrompterOptions:
+    """What a pool's prompter is built from."""
+    limits = config.limits
+    return PrompterOptions(
+        tokenizer=pool.tokenizer,
+        allow_download=pool.tokenizer_allow_download,
+        chat_template=pool.chat_template,
+        chat_template_kwargs=dict(pool.chat_template_kwargs),
+        content_format=pool.content_format,
+        exclude_tools_when_tool_choice_none=pool.exclude_tools_when_tool_choice_none,
+        trust_request_chat_template=pool.trust_request_chat_template,
+        renderer=pool.renderer,
+        revision=pool.tokenizer_revision,
+        incremental=pool.incremental,
+        verify_every=pool.verify_every,
+        max_model_len=pool.max_model_len,
+        models=pool.models,
+        adapters=pool.adapters,
+        engine=pool.engine,
+        timeout=limits.tokenize_timeout_ms / 1000,
+        threads=limits.tokenizer_threads,
+        segment_bytes=limits.token_cache_bytes * 2 // 3,
+        chain_bytes=limits.token_cache_bytes // 3,
+    )
+
+
+def check_files(config: Config, name: str = "config") -> None:
+    """Files that the configuration names exist. Raises ConfigError that names the key, the path and the remedy."""
+    for section, tls in (("listen", config.listen.tls), ("admin", config.admin.tls)):
+        for key, path in tls or ():
+            if path is not None and not Path(path).is_file():
+                raise ConfigError(f"{name}: {section}.tls.{key}: {path!r} is no readable file")
+    for index, pool in enumerate(config.pools):
+        where = f"{name}: pools[{index}]"
+        looks_local = pool.tokenizer.startswith(("/", "./", "../", "~")) or Path(pool.tokenizer).exists()
+        if looks_local:
+            found = Path(pool.tokenizer).expanduser()
+            if not (found / "tokenizer.json").is_file() and not found.is_file():
+                what = "has no tokenizer.json" if found.exists() else "does not exist"
+                raise ConfigError(
+                    f"{where}.tokenizer: {pool.tokenizer!r} {what}; give the model's directory or a hub id"
+                )
+        if pool.chat_template and not Path(pool.chat_template).is_file():
+            raise ConfigError(f"{where}.chat_template: {pool.chat_template!r} is no readable file")
+
+
+@dataclass(slots=True)
+class Built:
+    """A pool with what it was made of."""
+
+    given: PoolConfig
+    pool: Pool
+
+
+class Assembly:
+    """Makes pools. One event loop; `make` may run in a thread of its own, because it loads a tokenizer (seconds)."""
+
+    def __init__(
+        self, config: Config, fleet: Fleet, transport: EventTransport, limits: SyncLimits, overrides: Overrides
+    ):
+        self._config = config
+        self._fleet = fleet
+        self._transport = transport
+        self._limits = limits
+        self._overrides = overrides
+
+    def make(self, given: PoolConfig, before: Built | None = None) -> Built:
+        """The pool that `given` describes, not yet live (`Pool.attach`). Parts of `before` whose options are equal are
+        the same objects. Raises ConfigError or ConfigurationError."""
+        was, old = (before.given, before.pool) if before else (None, None)
+
+        def kept(*names: str) -> bool:
+            return was is not None and all(getattr(was, name) == getattr(given, name) for name in names)
+
+        options = prompter_options(given, self._config)
+        if was is not None and old is not None and kept("remote_tokenizer"):
+            same_prompter = prompter_options(was, self._config) == options
+        else:
+            same_prompter = False
+        return Built(
+            given,
+            Pool(
+                given.name,
+                (*given.models, *given.adapters),
+                prompter=old.prompter if old and same_prompter else self._prompter(given, options),
+                directory=old.directory if old and kept("block_size", "hash_seed") else self._directory(given),
+                fleet=self._fleet,
+                router=self._router(given, given.scorer.name, given.scorer.parameters),
+                scorer_name=given.scorer.name,
+                routers={
+                    name: self._router(given, name, {}) for name in given.allowed_scorers if name != given.scorer.name
+                },
+                loads=old.source if old and kept("load") else _loads(given),
+                load_path=given.load.path,
+                beside=old.beside if old and kept("speculation", "approximate") else _beside(given),
+                shedding=_shedding(given),
+                inflight=old.inflight if old else None,
+                liveness=old.liveness if old and kept("liveness") else _liveness(given),
+                overrides=self._overrides,
+                session_header=given.sessions.header if given.sessions else None,
+            ),
+        )
+
+    def _prompter(self, given: PoolConfig, options: PrompterOptions) -> Prompter:
+        # A tokenizer that does not load is logged with what it costs; the pool's requests then pass unscored.
+        remote = RemoteTokenizer((), api=given.remote_tokenizer.api) if given.remote_tokenizer else None
+        return Prompter.load(options, strict=False, remote=remote)
+
+    def _directory(self, given: PoolConfig) -> Directory:
+        events = self._config.events
+        return Directory(
+            self._transport,
+            pool=given.name,
+            block_size=None if given.block_size == "auto" else given.block_size,
+            seed=given.hash_seed,
+            max_streams=events.max_streams,
+            max_blocks=events.max_blocks_per_stream,
+            max_unanchored=events.max_unanchored_blocks,
+            limits=self._limits,
+        )
+
+    def _router(self, given: PoolConfig, scorer_name: str, parameters: dict[str, Any]) -> Router:
+        """One scorer's router; sessions go around the scorer where they are on."""
+        scorer = build_scorer(scorer_name, **parameters)
+        if given.sessions:
+            sessions = given.sessions
+            scorer = with_sessions(
+                scorer,
+                mode=sessions.mode,
+                session_slack=sessions.slack,
+                session_ttl=sessions.ttl_ms / 1000,
+                max_sessions=sessions.max_sessions,
+            )
+        decode = given.decode_scorer
+        headers = self._config.headers
+        return Router(
+            scorer,
+            max_endpoints=given.max_endpoints,
+            dp=given.dp,
+            rank_header=headers.rank,
+            profile=profile_of(given, headers),
+            decode_scorer=build_scorer(decode.name, **decode.parameters) if decode else None,
+            split_threshold=given.pairs.split_threshold,
+            split_min_tokens=given.pairs.split_min_tokens,
+            own_delta=given.load.own_delta,
+        )
+
+
+def _loads(given: PoolConfig) -> LoadSource | None:
+    stale = given.load.stale_after_ms
+    stale_after = None if stale is None else stale / 1000
+    if given.load.source == "prometheus":
+        return PrometheusPoller(interval=given.load.interval_ms / 1000, stale_after=stale_after, clock=time.monotonic)
+    if given.load.source == "heartbeat":
+        return Heartbeats() if stale_after is None else Heartbeats(stale_after=stale_after)
+    return None
+
+
+def _beside(given: PoolConfig) -> Speculation | Approximate | None:
+    if given.speculation:
+        return Speculation(ttl=given.speculation.ttl_ms / 1000, max_blocks=given.speculation.max_blocks)
+    if given.approximate:
+        return Approximate(ttl=given.approximate.ttl_ms / 1000, capacity=given.approximate.capacity_blocks)
+    return None
+
+
+def _shedding(given: PoolConfig) -> Shedding | None:
+    shed = given.shedding
+    if shed is None:
+        return None
+    return Shedding(shed.queue_threshold, shed.usage_threshold, shed.spare_priority, shed.retry_after_s)
+
+
+def _liveness(given: PoolConfig) -> Liveness | None:
+    one = given.liveness
+    if one is None:
+        return None
+    return Liveness(
+        failures=one.failures,
+        scrape_failures=one.scrape_failures,
+        out_seconds=one.out_ms / 1000,
+        max_out_seconds=one.max_out_ms / 1000,
+    )

@@ -1,0 +1,164 @@
+"""Which instances answer, by our own experience. Pure: no clock, no I/O; used from one thread.
+
+The gateway's `override_host` policy sends a request to the named host whatever health checks say, so a dead engine has
+to leave the candidates here.
+
+                 `failures` failed requests in a row,
+                 or `scrape_failures` failed polls
+        up ---------------------------------------------> out (for `out_seconds`, doubled each time up to the maximum)
+        ^                                                  |  time is up, or a poll succeeds where polls had failed
+        |   answered                                       v
+        +--------------------------------------------- half open: the next request may try it, one at a time
+                                                           |  failed: out again
+
+A failed request: the gateway went to the next name of our list, or answered 503 itself. What an engine answers while it
+runs (400, 429, 500) says nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Process(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def incarnation(self) -> str: ...
+
+
+@dataclass(slots=True)
+class _Record:
+    incarnation: str
+    failed: int = 0
+    failed_polls: int = 0
+    out_until: float | None = None
+    by_poll: bool = False
+    times_out: int = 0
+    trial_until: float | None = None
+    reason: str = ""
+
+
+class Liveness:
+    """See the module. Instances never heard of are up.
+
+    failures         failed requests in a row that take an instance out
+    scrape_failures  failed polls of its metrics in a row that do
+    out_seconds      how long at first
+    max_out_seconds  and at most
+    trial_seconds    how long one trial request may take before the next may try
+    """
+
+    def __init__(
+        self,
+        *,
+        failures: int = 2,
+        scrape_failures: int = 3,
+        out_seconds: float = 5.0,
+        max_out_seconds: float = 60.0,
+        trial_seconds: float = 10.0,
+    ) -> None:
+        self._failures = failures
+        self._scrape_failures = scrape_failures
+        self._out = out_seconds
+        self._max_out = max(out_seconds, max_out_seconds)
+        self._trial = trial_seconds
+        self._records: dict[str, _Record] = {}
+        self.next_change: float | None = None
+        """When `out` will next answer otherwise by time alone; None = never."""
+
+    def retain(self, instances: Iterable[Process]) -> None:
+        """The processes there are: a new incarnation starts without a past, who is gone is forgotten."""
+        kept = {}
+        for one in instances:
+            record = self._records.get(one.name)
+            if record is not None and record.incarnation == one.incarnation:
+                kept[one.name] = record
+            else:
+                kept[one.name] = _Record(one.incarnation)
+        self._records = kept
+        self._plan()
+
+    def answered(self, name: str) -> bool:
+        """It answered a request. True = it is back among the candidates."""
+        record = self._records.get(name)
+        if record is None:
+            return False
+        was_out = record.out_until is not None
+        record.failed = record.times_out = 0
+        record.out_until = record.trial_until = None
+        record.reason = ""
+        if was_out:
+            self._plan()
+        return was_out
+
+    def failed(self, name: str, now: float, reason: str) -> bool:
+        """A request could not be served by it. True = it is out from now on."""
+        record = self._records.get(name)
+        if record is None:
+            return False
+        record.failed += 1
+        return self._count(record, now, reason, record.failed >= self._failures, by_poll=False)
+
+    def polled(self, name: str, now: float, error: str) -> bool:
+        """A poll of its metrics ended, `error` "" = well. True = `out` answers otherwise now."""
+        record = self._records.get(name)
+        if record is None:
+            return False
+        if error:
+            record.failed_polls += 1
+            return self._count(
+                record, now, f"its metrics: {error}", record.failed_polls >= self._scrape_failures, by_poll=True
+            )
+        record.failed_polls = 0
+        if record.out_until is not None and record.by_poll:
+            record.out_until = record.trial_until = None
+            record.times_out, record.reason = 0, ""
+            self._plan()
+            return True
+        return False
+
+    def _count(self, record: _Record, now: float, reason: str, enough: bool, *, by_poll: bool) -> bool:
+        if record.out_until is None:
+            if not enough:
+                return False
+        elif now < record.out_until:
+            return False  # requests that were under way when it went out
+        record.out_until = now + min(self._max_out, self._out * 2.0**record.times_out)
+        record.times_out = min(record.times_out + 1, 30)
+        record.trial_until, record.reason, record.by_poll = None, reason, by_poll
+        self._plan()
+        return True
+
+    def picked(self, name: str, now: float) -> bool:
+        """A request goes there. True = it is a trial: no other request may go there until it has ended."""
+        record = self._records.get(name)
+        if record is None or record.out_until is None or now < record.out_until:
+            return False
+        record.trial_until = now + self._trial
+        self._plan()
+        return True
+
+    def out(self, now: float) -> Mapping[str, str]:
+        """Instance name -> why it should get no request now. O(instances)."""
+        found = {}
+        for name, record in self._records.items():
+            if record.out_until is not None and (
+                now < record.out_until or (record.trial_until is not None and now < record.trial_until)
+            ):
+                found[name] = record.reason
+        self._plan(now)
+        return found
+
+    def _plan(self, now: float | None = None) -> None:
+        """Recomputes `next_change`; without `now` the next look is due at once."""
+        times = [
+            time
+            for record in self._records.values()
+            if record.out_until is not None
+            for time in (record.out_until, record.trial_until)
+            if time is not None and (now is None or time > now)
+        ]
+        self.next_change = min(times, default=None) if now is not None else (0.0 if times else None)
