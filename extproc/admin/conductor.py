@@ -10,14 +10,17 @@ The two answers differ in the type under `DP`, so one cannot serve both: `admin.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from extproc.admin.tokens import token_bytes
-from kvindex.hashing import extras_bytes, root_bytes
+from kvindex.directory import Directory
+from kvindex.fleet import Instance
+from kvindex.hashing import content_keys, extras_bytes, root_bytes
 from kvindex.walk import TierBlocks
 
+NO_BLOCKS = TierBlocks(0, 0, 0)
 TENANT = "default"
 """The only tenant there is: the index keeps adapters and salts apart, not customers."""
 
@@ -46,6 +49,10 @@ class Ask:
     root: bytes
     extras: bytes
     instances: frozenset[str] | None
+
+    def keys(self, block_size: int, seed: int) -> list[bytes]:
+        """Content keys of the whole blocks. O(tokens)."""
+        return content_keys(self.tokens, block_size, root=self.root, extras=[self.extras], seed=seed)
 
     def missing(self) -> str:
         return f"no indexer for model={self.model} tenant={self.tenant}"
@@ -97,7 +104,39 @@ def _whole(fields: Mapping[str, Any], key: str, status: int) -> int | None:
     return value
 
 
-def motor(ranks: Sequence[TierBlocks], size: int) -> dict[str, Any]:
+class Holder(Protocol):
+    """Whose instances are asked for: a pool, or a conductor's index of one model."""
+
+    @property
+    def directory(self) -> Directory: ...
+    @property
+    def by_name(self) -> Mapping[str, Instance]: ...
+
+
+def answer(holder: Holder | None, ask: Ask, form: str) -> dict[str, Any]:
+    """Every instance of the holder and what it holds. Raises BadQuery (404) for None. O(tokens + ranks).
+
+    An index look-up, not a prediction: the engine's last token is not taken off.
+    """
+    if holder is None:
+        raise BadQuery(ask.missing(), 404)
+    directory = holder.directory
+    size = directory.block_size
+    if size is not None and ask.block_size not in (None, size):
+        raise BadQuery(f"{ask.missing()} block_size={ask.block_size}: the pool has blocks of {size}", 404)
+    keys = ask.keys(size, directory.seed) if size else []
+    match = directory.match(keys)
+    row = FORMS[form]
+    return {
+        ask.tenant: {
+            name: row(dict(enumerate(match.hits(name) or (NO_BLOCKS,) * one.dp_size)), size or 0)
+            for name, one in holder.by_name.items()
+            if one.followed and (ask.instances is None or name in ask.instances)
+        }
+    }
+
+
+def motor(ranks: Mapping[int, TierBlocks], size: int) -> dict[str, Any]:
     """One instance: exclusive blocks by tier, unweighted tokens."""
     rows = {
         str(rank): {
@@ -106,21 +145,21 @@ def motor(ranks: Sequence[TierBlocks], size: int) -> dict[str, Any]:
             "cpu_blocks": blocks.host,
             "disk_blocks": blocks.disk,
         }
-        for rank, blocks in enumerate(ranks)
+        for rank, blocks in ranks.items()
     }
     return {"longest_matched": max((row["matched_tokens"] for row in rows.values()), default=0), "DP": rows}
 
 
-def mooncake(ranks: Sequence[TierBlocks], size: int) -> dict[str, Any]:
+def mooncake(ranks: Mapping[int, TierBlocks], size: int) -> dict[str, Any]:
     """One instance: how far each tier and those above it reach, in tokens, the farthest of all ranks."""
-    ends = [(one.device, one.device + one.host, sum(one)) for one in ranks] or [(0, 0, 0)]
+    ends = [(one.device, one.device + one.host, sum(one)) for one in ranks.values()] or [(0, 0, 0)]
     gpu, cpu, disk = (max(column) * size for column in zip(*ends, strict=True))
     return {
         "longest_matched": disk,
         "GPU": gpu,
         "CPU": cpu,
         "DISK": disk,
-        "DP": {str(rank): one.device * size for rank, one in enumerate(ranks)},
+        "DP": {str(rank): one.device * size for rank, one in ranks.items()},
     }
 
 

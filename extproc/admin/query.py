@@ -11,18 +11,14 @@ event loop also serves Envoy.
 
 from __future__ import annotations
 
-import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-import msgpack
-import orjson
 from aiohttp import web
 
-from extproc.admin import conductor
+from extproc.admin import bodies, conductor
 from extproc.admin.conductor import BadQuery
 from extproc.admin.endpoint import Endpoint, Schema, any_of, listing, record, reference
 from extproc.admin.reply import reply
@@ -38,13 +34,8 @@ from extproc.prompt.prompter import Prompt
 from extproc.reasons import Reason, Unscored
 from kvindex.directory import Match, StreamReport
 from kvindex.fleet import Instance
-from kvindex.hashing import content_keys
 from kvindex.walk import TierBlocks
 
-T = TypeVar("T")
-LARGE = 64 << 10
-"""Bytes from which on a body is worked on in a thread."""
-MSGPACK = frozenset({"application/msgpack", "application/x-msgpack"})
 NO_BLOCKS = TierBlocks(0, 0, 0)
 STATIC = "static"
 """Incarnation of configured instances: the engine's own is not known, so a heartbeat of any is taken."""
@@ -102,7 +93,7 @@ class Queries:
             if not self._ready():
                 return reply({"error": "not ready yet"}, 503)
             try:
-                return await handler(request, await _body(request))
+                return await handler(request, await bodies.read(request))
             except BadQuery as error:
                 return reply({"error": str(error)}, error.status)
 
@@ -111,19 +102,19 @@ class Queries:
     # -- xLLM's query, and ours by request
 
     async def _query(self, _request: web.Request, data: bytes) -> web.Response:
-        fields = await _work(data, _load, data)
+        fields = await bodies.work(data, bodies.load, data)
         if not isinstance(fields, dict):
             raise BadQuery("the body must be an object")
         if "path" in fields or fields.keys() & {"messages", "prompt", "input"}:
             path = fields.get("path", _path(fields))
             if not isinstance(path, str):
                 raise BadQuery("path must be a text")
-            body = await _work(data, partial(parse_body, path, {}, data, max_bytes=self._max_body))
+            body = await bodies.work(data, partial(parse_body, path, {}, data, max_bytes=self._max_body))
             return await self._by_request(body)
         if "token_ids" not in fields:
             raise BadQuery("token_ids is missing: a list of token ids, or a request with model and messages or prompt")
         model, ids = fields.get("model"), fields["token_ids"]
-        tokens = await _work(data, _tokens, ids)
+        tokens = await bodies.work(data, _tokens, ids)
         if model is None:
             return await self._by_tokens(data, tokens)
         if not isinstance(model, str):
@@ -137,7 +128,7 @@ class Queries:
         prompt = Prompt(tokens, len(tokens) // 4, "")
         rows: list[dict[str, Any]] = []
         for pool in self.pools:
-            match = await _work(data, pool.match, prompt) if tokens else None
+            match = await bodies.work(data, pool.match, prompt) if tokens else None
             rows += [_row(report, match, pool.directory.block_size or 0) for report in pool.directory.status()]
         return reply({"matches": rows})
 
@@ -178,41 +169,17 @@ class Queries:
     # -- conductor
 
     async def _conductor(self, request: web.Request, data: bytes) -> web.Response:
-        packed = request.content_type in MSGPACK
-        fields = await _work(data, _unpack if packed else _load, data)
-        ask = await _work(data, conductor.parse, fields, self._form)
+        fields = await bodies.work(data, bodies.decoder(request), data)
+        ask = await bodies.work(data, conductor.parse, fields, self._form)
         pool = self.pools.of(ask.model) if ask.tenant == conductor.TENANT else None
-        if pool is None:
-            raise BadQuery(ask.missing(), 404)
-        directory = pool.directory
-        size = directory.block_size
-        if size is not None and ask.block_size not in (None, size):
-            raise BadQuery(f"{ask.missing()} block_size={ask.block_size}: the pool has blocks of {size}", 404)
-
-        def look() -> Match:
-            # an index look-up, not a prediction: the engine's last token is not taken off
-            keys = (
-                content_keys(ask.tokens, size, root=ask.root, extras=[ask.extras], seed=directory.seed) if size else []
-            )
-            return directory.match(keys)
-
-        match = await _work(data, look)
-        answer = conductor.FORMS[self._form]
-        rows = {
-            name: answer(match.hits(name) or (NO_BLOCKS,) * one.dp_size, size or 0)
-            for name, one in pool.by_name.items()
-            if one.followed and (ask.instances is None or name in ask.instances)
-        }
-        found = {ask.tenant: rows}
-        if packed:
-            return web.Response(body=msgpack.packb(found), content_type=request.content_type)
-        return reply(found)
+        found = await bodies.work(data, conductor.answer, pool, ask, self._form)
+        return bodies.encoded(request, found)
 
     # -- heartbeat
 
     async def _heartbeat(self, request: web.Request) -> web.Response:
         try:
-            beat = heartbeat.parse(await _body(request))
+            beat = heartbeat.parse(await bodies.read(request))
         except BadQuery:
             beat = heartbeat.BAD_JSON
         answer = self._take(beat) if isinstance(beat, heartbeat.Beat) else beat
@@ -295,37 +262,3 @@ def _tokens(value: object) -> bytes:
         return token_bytes(value)
     except ValueError as error:
         raise BadQuery(str(error)) from None
-
-
-def _load(data: bytes) -> Any:
-    """JSON; lone surrogates and huge numbers, which engines take, too."""
-    try:
-        return orjson.loads(data)
-    except ValueError:
-        pass
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError):
-        raise BadQuery("the body is no JSON") from None
-
-
-def _unpack(data: bytes) -> Any:
-    try:
-        return msgpack.unpackb(data)
-    except (ValueError, msgpack.UnpackException):
-        raise BadQuery("the body is no MessagePack") from None
-
-
-async def _body(request: web.Request) -> bytes:
-    """Raises BadQuery for one that ends early or is compressed; the application bounds its size (413)."""
-    if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
-        raise BadQuery("a compressed body is not taken", 415)
-    try:
-        return await request.read()
-    except web.RequestPayloadError:
-        raise BadQuery("the body cannot be read") from None
-
-
-async def _work(data: bytes, work: Callable[..., T], *arguments: Any) -> T:
-    """At once for small bodies."""
-    return await asyncio.to_thread(work, *arguments) if len(data) > LARGE else work(*arguments)

@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.admin import query
+from extproc.admin import bodies
 from extproc.admin.conductor import mooncake, motor
 from extproc.admin.query import Queries
 from extproc.admin.server import make_app
@@ -113,7 +113,7 @@ def test_the_page_has_examples_of_every_path() -> None:
 @pytest.mark.parametrize("row", VECTORS["motor_exclusive_tiers"], ids=lambda row: str(row["ends"]))
 def test_motor_form(row: dict[str, Any]) -> None:
     ranks = [TierBlocks(0, 0, 0), TierBlocks(row["npu"], row["cpu"], row["disk"])]
-    answer = motor(ranks, 128)
+    answer = motor(dict(enumerate(ranks)), 128)
     assert answer["longest_matched"] == row["matched_blocks"] * 128
     told = {"npu_blocks": row["npu"], "cpu_blocks": row["cpu"], "disk_blocks": row["disk"]}
     assert answer["DP"]["1"] == {"matched_tokens": row["matched_blocks"] * 128, **told}
@@ -140,11 +140,11 @@ async def test_mooncake_form(row: dict[str, Any], open_client: Callable[..., Awa
 
 def test_mooncake_form_takes_the_farthest_rank_of_each_tier() -> None:
     ranks = [TierBlocks(1, 4, 0), TierBlocks(3, 0, 1), TierBlocks(0, 0, 0)]
-    assert mooncake(ranks, 16) == {
+    assert mooncake(dict(enumerate(ranks)), 16) == {
         "longest_matched": 80, "GPU": 48, "CPU": 80, "DISK": 80, "DP": {"0": 16, "1": 48, "2": 0}
     }  # fmt: skip
-    assert mooncake([], 16) == {"longest_matched": 0, "GPU": 0, "CPU": 0, "DISK": 0, "DP": {}}
-    assert motor([], 16) == {"longest_matched": 0, "DP": {}}
+    assert mooncake({}, 16) == {"longest_matched": 0, "GPU": 0, "CPU": 0, "DISK": 0, "DP": {}}
+    assert motor({}, 16) == {"longest_matched": 0, "DP": {}}
 
 
 # -- xLLM's query
@@ -319,7 +319,7 @@ async def test_large_bodies_are_worked_on_beside_the_loop(
 ) -> None:
     pool = make_pool(engine("engine-a"))
     ids = list(range(2000))
-    monkeypatch.setattr(query, "LARGE", 4000)
+    monkeypatch.setattr(bodies, "LARGE", 4000)
     store(pool, "engine-a", ids)
     client = await open_client(pool)
     seen: list[str] = []
@@ -331,11 +331,11 @@ async def test_large_bodies_are_worked_on_beside_the_loop(
 
     monkeypatch.setattr(asyncio, "to_thread", counted)
     assert (await ask(client, QUERY, {"token_ids": ids}))[1]["matches"][0]["device_hit_tokens"] == 1996
-    assert seen == ["_load", "_tokens", "match"]
+    assert seen == ["load", "_tokens", "match"]
     seen.clear()
     status, answer = await ask(client, CONDUCTOR, {"model": "qwen3-8b", "token_ids": ids})
     assert (status, answer["default"]["engine-a"]["longest_matched"]) == (200, 2000)
-    assert seen == ["_load", "parse", "look"]
+    assert seen == ["load", "parse", "answer"]
     seen.clear()
     assert (await ask(client, QUERY, {"token_ids": ids[:20]}))[0] == 200
     assert seen == []
