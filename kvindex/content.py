@@ -19,12 +19,11 @@ Writer thread only; readers see nothing of this but the mask bits in `Rows`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 from itertools import repeat
 from typing import Any, Final
 
 from kvindex.errors import CapacityExceeded
-from kvindex.events import BlockRemoved, BlockStored, EngineHash, Tier
+from kvindex.events import BlockRemoved, BlockStored, EngineHash, Outcome, Tier
 from kvindex.hashing import content_key, content_keys
 from kvindex.rows import BUCKET, Buckets, Rows
 from kvindex.shards import CUT, drain, low_byte, low_bytes
@@ -39,16 +38,6 @@ _contains: Any = dict.__contains__
 _pop: Any = dict.pop
 
 
-class Outcome(StrEnum):
-    """What became of an event. Only `OK` and `UNKNOWN_PARENT` were taken over."""
-
-    OK = "ok"
-    UNKNOWN_PARENT = "unknown_parent"  # some of its blocks got no key: kept un-anchored
-    BLOCK_SIZE = "block_size"  # not the index's block size
-    TOKEN_COUNT = "token_count"  # hashes and tokens do not fit together
-    SKIPPED = "skipped"  # the dialect had skipped it
-
-
 class Content:
     """One slot of the masks and everything behind it.
 
@@ -58,8 +47,8 @@ class Content:
 
     __slots__ = (
         "_bits", "_digits", "_home", "_home_unit", "_mask", "_pace", "_places", "_rows", "_seed", "_shared", "_tiers",
-        "counts", "known", "max_blocks", "max_places", "max_unanchored", "name", "odd", "shards", "slot", "unanchored",
-        "unmapped",
+        "anchored", "counts", "known", "max_blocks", "max_places", "max_unanchored", "name", "odd", "shards", "slot",
+        "unanchored", "unmapped",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +72,7 @@ class Content:
         self.max_unanchored = max_unanchored
         self.max_places = max_places
         self._bits = tuple(1 << 3 * slot + tier for tier in Tier)
+        self.anchored: list[EngineHash] | None = None  # hashes mapped after they were announced, where anybody asks
         self.unanchored = Unanchored()
         self._shared: dict[int, int] = {}
         self._reset()
@@ -108,6 +98,13 @@ class Content:
     def knows(self, hash_: EngineHash) -> bool:
         """Has the hash a copy here?"""
         return hash_ in self.shards[self._number(hash_)]
+
+    def rows_of(self, hashes: list[EngineHash]) -> list[tuple[EngineHash, int]]:
+        """Each with its block's row, 0 where it has none."""
+        shards = self.shards
+        return [
+            (hash_, shards[number].get(hash_, 0)) for hash_, number in zip(hashes, self._numbers(hashes), strict=True)
+        ]
 
     # ---- shards -------------------------------------------------------------------------------------------------
 
@@ -139,15 +136,14 @@ class Content:
 
     def store(self, event: BlockStored) -> Outcome:
         """Take over a stored event whose block size and token count are right. Raises CapacityExceeded."""
-        hashes, tokens, size, extras, adds = event.hashes, event.tokens, event.block_size, event.extras, event.adds_copy
-        place = self._place(event.tier, event.group) if adds else -1
+        hashes, parent, tokens, size, tier, group, root, extras, adds = event
+        place = self._place(tier, group) if adds else -1
         if not tokens:
             return self._store_tokenless(hashes, place)
         self._grow()
         rows = self._rows
-        parent = event.parent
         row = 0
-        previous: bytes | None = event.root
+        previous: bytes | None = root
         if parent is not None:
             row = self.shards[self._number(parent)].get(parent, 0)
             previous = rows.keys[row]  # None for row 0
@@ -360,20 +356,11 @@ class Content:
             return False
         if any(map(_contains, map(self.odd.__getitem__, numbers), hashes)):
             return False
-        rows = self._rows
-        masks, intern = rows.masks, rows.intern
-        bit = self._bits[0]
-        gone = 0
-        for row in map(_pop, map(self.shards.__getitem__, numbers), hashes, repeat(0)):
-            if row:
-                gone += 1
-                mask = masks[row]
-                if mask == bit:
-                    rows.release(row)
-                else:
-                    masks[row] = intern(mask ^ bit)
-        self.known -= gone
-        self.counts[0] -= gone
+        rows, bit = self._rows, self._bits[0]
+        gone = list(filter(None, map(_pop, map(self.shards.__getitem__, numbers), hashes, repeat(0))))
+        self.known -= len(gone)
+        self.counts[0] -= len(gone)
+        rows.leave(gone, bit)
         return True
 
     def clear(self, tiers: Sequence[Tier]) -> None:
@@ -496,6 +483,8 @@ class Content:
             self.unanchored.drop(hash_)
         self.shards[number][hash_] = row
         self.unmapped -= 1
+        if self.anchored is not None:
+            self.anchored.append(hash_)
         copies = self.odd[number].get(hash_, self._home_unit)
         for tier in range(3):
             if copies & self._digits[tier]:

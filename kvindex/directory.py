@@ -1,6 +1,7 @@
 """One pool's answer to "who holds this prefix": the index, the streams that feed it, and what is wrong with them.
 
     Fleet --update()--> plan() --> Stream per (instance, dp_rank) --follow / unfollow--> driver (transport thread)
+    set_publishers() --------------> Stream per pool publisher ----'        push() ------> |
                                      | open(), close(): view + StreamSync, in the driver's thread
                                      v
                                published table: instance -> views of its ranks      one attribute load
@@ -15,22 +16,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvindex.dialects import DIALECTS, Dialect, DialectOptions
-from kvindex.errors import ConfigurationError
-from kvindex.fleet import Fleet, Instance, StreamEndpoint, endpoints_of, same_stream
+from kvindex.dialects.pushed import Push, PushDecoder
+from kvindex.errors import ConfigurationError, KVIndexError
+from kvindex.fleet import Fleet, Instance, PoolPublisher, StreamEndpoint, check_medium, endpoints_of, same_stream
 from kvindex.hashing import DEFAULT_SEED
-from kvindex.index import PrefixIndex, StreamView, TierBlocks, Walk
+from kvindex.index import PrefixIndex, StreamView, Walk
 from kvindex.link import LinkStatus
+from kvindex.match import NO_BLOCKS, Match, Ranks
+from kvindex.pools import PoolView, open_pool
+from kvindex.pushes import PushFeed, PushResult
 from kvindex.sync import Recovery, StreamStatus, StreamSync, SyncLimits
 
-NO_BLOCKS = TierBlocks(0, 0, 0)
+__all__ = ["NO_BLOCKS", "Directory", "Driver", "Match", "Plan", "Ranks", "Stream", "StreamReport", "plan"]
 
 StreamKey = tuple[str, int]
 """(instance name, dp_rank)"""
+
+PoolKey = tuple[str, int, str]
+"""(publisher name, 0, "") or, of a store that publishes per rank and medium, (instance name, dp_rank, medium)"""
 
 
 class Driver(Protocol):
@@ -41,80 +51,7 @@ class Driver(Protocol):
     def unfollow(self, stream: Stream) -> None: ...
     def resync(self, stream: Stream) -> None: ...
     def rebuild(self, stream: Stream) -> None: ...
-
-
-class Ranks(NamedTuple):
-    """The views of one instance, dp_rank by dp_rank; None = no stream of that rank is open."""
-
-    incarnation: str
-    views: tuple[StreamView | None, ...]
-
-
-class Match:
-    """What each instance of the pool holds of one prompt, in blocks. Immutable; every answer is a look-up or two.
-
-    An instance may be named or given as `Instance`: then its incarnation must be the one whose events were followed,
-    else nothing is credited (a restarted process has none of the old one's blocks).
-    """
-
-    __slots__ = ("_found", "_table")
-
-    def __init__(self, table: Mapping[str, Ranks], found: Mapping[StreamView, TierBlocks]) -> None:
-        self._table = table
-        self._found = found
-
-    def __bool__(self) -> bool:
-        """True when any stream holds at least the first block."""
-        return bool(self._found)
-
-    def rank(self, instance: Instance | str, dp_rank: int) -> TierBlocks:
-        """Blocks of one rank; zeros when it has none, is unknown or not synchronized."""
-        hits = self.hits(instance)
-        return hits[dp_rank] if 0 <= dp_rank < len(hits) else NO_BLOCKS
-
-    def hits(self, instance: Instance | str) -> tuple[TierBlocks, ...]:
-        """Blocks rank by rank, `dp_size` entries; () for an instance whose streams are not followed."""
-        ranks = self._ranks(instance)
-        if ranks is None:
-            return ()
-        get = self._found.get
-        return tuple(NO_BLOCKS if view is None else get(view, NO_BLOCKS) for view in ranks.views)
-
-    def minimum(self, instance: Instance | str) -> TierBlocks:
-        """Blocks of the rank that holds least (D13 `dp: min`): a missing or unsynchronized rank makes it zeros."""
-        ranks = self._ranks(instance)
-        return NO_BLOCKS if ranks is None else self._lowest(ranks.views)
-
-    def _lowest(self, views: tuple[StreamView | None, ...]) -> TierBlocks:
-        get: Callable[[StreamView | None, TierBlocks], TierBlocks] = self._found.get  # type: ignore[assignment]
-        if len(views) == 1:
-            return get(views[0], NO_BLOCKS)
-        return min((get(view, NO_BLOCKS) for view in views), key=_order, default=NO_BLOCKS)
-
-    @property
-    def best(self) -> tuple[str, TierBlocks] | None:
-        """The instance with the most blocks (by `minimum`) and those blocks, None when nobody has any. O(instances)."""
-        if not self._found:
-            return None
-        best: tuple[str, TierBlocks] | None = None
-        most = (0, 0, 0)
-        for name, ranks in self._table.items():
-            blocks = self._lowest(ranks.views)
-            if blocks is not NO_BLOCKS and (order := _order(blocks)) > most:
-                best, most = (name, blocks), order
-        return best
-
-    def _ranks(self, instance: Instance | str) -> Ranks | None:
-        if instance.__class__ is str:
-            return self._table.get(instance)
-        ranks = self._table.get(instance.name)  # type: ignore[union-attr]
-        if ranks is not None and ranks.incarnation != instance.incarnation:  # type: ignore[union-attr]
-            return None
-        return ranks
-
-
-def _order(blocks: TierBlocks) -> tuple[int, int, int]:
-    return (blocks[0] + blocks[1] + blocks[2], blocks[0], blocks[1])
+    def post(self, work: Callable[[], None]) -> None: ...
 
 
 class Plan(NamedTuple):
@@ -124,14 +61,16 @@ class Plan(NamedTuple):
     skipped: Mapping[str, tuple[Instance, str]]
 
 
-def plan(instances: Iterable[Instance], *, max_streams: int) -> Plan:
+def plan(instances: Iterable[Instance], *, max_streams: int, taken: Mapping[str, str] = MappingProxyType({})) -> Plan:
     """Pure. Instances in name order; decode and suspect ones and those without event endpoints are left out silently.
+
+    taken   endpoints that others than instances have, and who these are
 
     Two instances that claim one endpoint are both skipped (events are never mixed), and so is, whole, each instance
     whose streams would go over `max_streams`. The outcome depends on the set alone, so replicas agree.
     """
     wanted = sorted((one for one in instances if one.followed and one.events), key=lambda one: one.name)
-    owners: dict[str, list[str]] = {}
+    owners: dict[str, list[str]] = {endpoint: [owner] for endpoint, owner in taken.items()}
     for instance in wanted:
         for stream in instance.events:
             for endpoint in endpoints_of(stream):
@@ -157,17 +96,25 @@ def plan(instances: Iterable[Instance], *, max_streams: int) -> Plan:
 
 
 class Stream:
-    """The KV events of one (instance, dp_rank): what the driver drives. Made by the directory."""
+    """The KV events of one (instance, dp_rank), or of a pool: what the driver drives. Made by the directory.
 
-    __slots__ = ("_directory", "endpoint", "instance", "link", "name", "sync", "view")
+    publisher   None for streams of an instance
+    """
 
-    def __init__(self, directory: Directory, instance: Instance, endpoint: StreamEndpoint) -> None:
+    __slots__ = ("_directory", "endpoint", "instance", "link", "name", "publisher", "sync", "view")
+
+    def __init__(
+        self, directory: Directory, instance: Instance, endpoint: StreamEndpoint, publisher: PoolPublisher | None = None
+    ) -> None:
         self._directory = directory
         self.instance = instance
         self.endpoint = endpoint
+        self.publisher = publisher
         self.name = f"{instance.name}/{endpoint.dp_rank}"
+        if endpoint.medium:
+            self.name = f"pool {publisher.name}" if publisher else f"{self.name}/{endpoint.medium}"
         self.link = LinkStatus()
-        self.sync: StreamSync | None = None
+        self.sync: StreamSync | PushFeed | None = None
         self.view: StreamView | None = None
 
     @property
@@ -180,9 +127,20 @@ class Stream:
         Raises ConfigurationError (dialect, recovery) and CapacityExceeded (no free slot in the index).
         """
         self.close()
-        self.view, self.sync = self._directory.open_view(self)
+        self.view, sync = self._directory.open_view(self)
+        self.sync = sync
         self._directory.publish()
-        return self.sync
+        return sync
+
+    def open_pushed(self) -> None:
+        """Fresh view for a rank whose events are pushed. Driver's thread. What is wrong is kept in `link.error`."""
+        self.close()
+        try:
+            self.view, self.sync = self._directory.open_pushed(self)
+            self.link = LinkStatus()
+        except KVIndexError as error:
+            self.link = LinkStatus(error=str(error))
+        self._directory.publish()
 
     def close(self) -> None:
         """Drop what the stream brought. Driver's thread; idempotent; budgeted through the driver's pace."""
@@ -254,7 +212,10 @@ class Directory:
         self._limits = limits or SyncLimits()
         self._walk = walk
         self._dialect_options = replace(dialect_options or DialectOptions(), pace=driver.pace)
+        self._instances: tuple[Instance, ...] = ()
+        self._publishers: tuple[PoolPublisher, ...] = ()
         self._streams: Mapping[StreamKey, Stream] = MappingProxyType({})
+        self._pools: Mapping[PoolKey, Stream] = MappingProxyType({})
         self._plan = Plan(MappingProxyType({}), MappingProxyType({}))
         self._table: Mapping[str, Ranks] = MappingProxyType({})
 
@@ -309,30 +270,68 @@ class Directory:
 
     def update(self, instances: Iterable[Instance]) -> None:
         """These are the instances now. Streams of the same process go on, others are retired or started. O(streams)."""
-        mine = [one for one in instances if self.pool is None or one.pool == self.pool]
-        self._plan = wanted = plan(mine, max_streams=self.max_streams)
-        old = self._streams
+        self._instances = tuple(one for one in instances if self.pool is None or one.pool == self.pool)
+        self._follow()
+
+    def set_publishers(self, publishers: Iterable[PoolPublisher]) -> None:
+        """These are the pool publishers now. One of the same name and endpoint goes on with what it brought, also when
+        its members change; others are retired or started. O(streams).
+
+        Raises ConfigurationError: an invalid one, a name or an endpoint twice.
+        """
+        wanted = tuple(publishers)
+        check_publishers(wanted)
+        self._publishers = wanted
+        self._follow()
+
+    def _follow(self) -> None:
+        taken = {at: f"publisher {one.name}" for one in self._publishers for at in endpoints_of(one.endpoint)}
+        self._plan = wanted = plan(self._instances, max_streams=self.max_streams, taken=taken)
         streams: dict[StreamKey, Stream] = {}
+        pools: dict[PoolKey, Stream] = {}
+        old: list[Stream] = [*self._streams.values(), *self._pools.values()]
         started: list[Stream] = []
         for name, instance in wanted.followed.items():
             for endpoint in instance.events:
                 key = (name, endpoint.dp_rank)
-                stream = old.get(key)
+                stream = self._pools.get((*key, endpoint.medium)) if endpoint.medium else self._streams.get(key)
                 if stream is not None and same_stream(stream.instance, instance, endpoint):
                     stream.instance = instance
                 else:
                     stream = Stream(self, instance, endpoint)
                     started.append(stream)
-                streams[key] = stream
-        self._streams = MappingProxyType(streams)
-        for key, stream in old.items():
-            if streams.get(key) is not stream:
+                if endpoint.medium:
+                    pools[(*key, endpoint.medium)] = stream
+                else:
+                    streams[key] = stream
+        for publisher in self._publishers:
+            pool_key = (publisher.name, 0, "")
+            stream = self._pools.get(pool_key)
+            if stream is None or stream.endpoint != publisher.endpoint:
+                stream = Stream(self, Instance(publisher.name, ""), publisher.endpoint, publisher)
+                started.append(stream)
+            elif stream.publisher != publisher:
+                stream.publisher = publisher
+                self._driver.post(self.publish)
+            pools[pool_key] = stream
+        self._streams, self._pools = MappingProxyType(streams), MappingProxyType(pools)
+        kept = {*streams.values(), *pools.values()}
+        for stream in old:
+            if stream in kept:
+                continue
+            if stream.endpoint.pushed:
+                self._driver.post(stream.close)
+            else:
                 self._driver.unfollow(stream)
         for stream in started:
-            self._driver.follow(stream)
+            if stream.endpoint.pushed:
+                self._driver.post(stream.open_pushed)
+            else:
+                self._driver.follow(stream)
 
     def close(self) -> None:
         """Retire every stream. The directory can be updated again afterwards."""
+        self._publishers = ()
         self.update(())
 
     def resync(self, instance: str, dp_rank: int | None = None) -> int:
@@ -343,12 +342,30 @@ class Directory:
         """Drop what the streams brought, connection included, and start again; returns how many."""
         return self._each(instance, dp_rank, self._driver.rebuild)
 
+    def push(self, body: Any) -> Future[PushResult]:
+        """Events handed over by their sender: the parsed body of `POST /events`. Any thread; returns at once.
+
+        They go to the ranks of `instance_id` whose endpoint is `fleet.PUSHED`, in the order of the calls. `shutdown`
+        drops what its ranks hold, after the events. The result says how many events were taken over (or known already)
+        and what is wrong with the others; a body of the wrong shape raises DecodeError there. It comes from the
+        driver's thread: wait for it with a time-out. An event costs what it costs a stream, and its check.
+        """
+        done: Future[PushResult] = Future()
+        self._driver.post(partial(self._push, body, done))
+        return done
+
     def _each(self, instance: str, dp_rank: int | None, act: Callable[[Stream], None]) -> int:
+        """Streams of an instance, or of the publisher of that name."""
         chosen = [
-            stream for (name, rank), stream in self._streams.items() if name == instance and dp_rank in (None, rank)
+            stream
+            for (name, rank, *_), stream in (*self._streams.items(), *self._pools.items())
+            if name == instance and dp_rank in (None, rank)
         ]
         for stream in chosen:
-            act(stream)
+            if stream.endpoint.pushed:
+                self._driver.post(stream.open_pushed)
+            else:
+                act(stream)
         return len(chosen)
 
     # -- the driver's thread
@@ -356,25 +373,44 @@ class Directory:
     def open_view(self, stream: Stream) -> tuple[StreamView, StreamSync]:
         """For `Stream.open`."""
         endpoint = stream.endpoint
-        dialect = make_dialect(endpoint.dialect, self._dialect_options)
-        view = self._index.open(
-            walk=self._walk or dialect.walk,
-            max_blocks=self._max_blocks,
-            max_unanchored=self._max_unanchored,
-            name=stream.name,
-        )
+        options = self._dialect_options
+        if endpoint.medium:
+            options = replace(options, default_medium=endpoint.medium)
+        dialect = make_dialect(endpoint.dialect, options)
+        recovery = recovery_of(endpoint, dialect)
+        view = self._open_pool(stream, recovery) if endpoint.medium else self._open(stream, dialect)
         sync = StreamSync(
             view=view,
             dialect=dialect,
-            recovery=recovery_of(endpoint, dialect),
+            recovery=recovery,
             dp_rank=endpoint.dp_rank,
             topic=endpoint.topic_bytes,
             limits=self._limits,
         )
         return view, sync
 
+    def open_pushed(self, stream: Stream) -> tuple[StreamView, PushFeed]:
+        """For `Stream.open_pushed`."""
+        dialect = make_dialect(stream.endpoint.dialect, self._dialect_options)
+        view = self._open(stream, dialect)
+        return view, PushFeed(view, dialect, self._dialect_options.max_objects)
+
+    def _open(self, stream: Stream, dialect: Dialect) -> StreamView:
+        return self._index.open(
+            walk=self._walk or dialect.walk,
+            max_blocks=self._max_blocks,
+            max_unanchored=self._max_unanchored,
+            name=stream.name,
+        )
+
+    def _open_pool(self, stream: Stream, recovery: Recovery) -> StreamView:
+        check_medium(stream.endpoint.medium, str(recovery))
+        return open_pool(
+            self._index, max_blocks=self._max_blocks, max_unanchored=self._max_unanchored, name=stream.name
+        )
+
     def publish(self) -> None:
-        """Show readers the views that are open now, in one step. O(streams)."""
+        """Show readers the views that are open now, in one step, and who is whose member. O(streams * pools)."""
         streams = self._streams
         table: dict[str, Ranks] = {}
         for (name, rank), stream in streams.items():
@@ -385,7 +421,53 @@ class Directory:
                 views = list(ranks.views)
             views[rank] = stream.view
             table[name] = Ranks(stream.instance.incarnation, tuple(views))
+        serving: dict[StreamView, list[PoolView]] = {}
+        for (name, rank, _), pool in self._pools.items():
+            view = pool.view
+            if not isinstance(view, PoolView):
+                continue
+            wanted = None if pool.publisher is None else pool.publisher.members
+            members = [
+                one.view
+                for key, one in streams.items()
+                if one.view is not None and (key == (name, rank) if wanted is None else not wanted or key[0] in wanted)
+            ]
+            view.serve(members)
+            for member in members:
+                serving.setdefault(member, []).append(view)
+        for stream in streams.values():
+            if stream.view is not None:
+                stream.view.explain_to(tuple(serving.get(stream.view, ())))
         self._table = MappingProxyType(table)
+
+    def _push(self, body: Any, done: Future[PushResult]) -> None:
+        try:
+            done.set_result(self._pushed(PushDecoder(self._dialect_options).decode(body)))
+        except Exception as error:
+            done.set_exception(error)
+
+    def _pushed(self, push: Push) -> PushResult:
+        name = push.instance_id
+        ranks = {
+            rank: stream.sync
+            for (owner, rank), stream in self._streams.items()
+            if owner == name and isinstance(stream.sync, PushFeed)
+        }
+        if not ranks:
+            return PushResult(0, (f"instance {name!r} takes no pushed events: register it without event endpoints",))
+        errors: list[str] = []
+        now = time.monotonic()
+        for place, one in enumerate(push.events):
+            feed = ranks.get(one.dp_rank)
+            wrong = f"rank {one.dp_rank} is not registered" if feed is None else feed.apply(one, now)
+            if wrong is not None:
+                number = f" (event_id {one.event_id})" if one.event_id is not None else ""
+                errors.append(f"event {place}{number}: {wrong}")
+            self._driver.pace()
+        if push.shutdown:
+            for feed in ranks.values():
+                feed.clear()
+        return PushResult(len(push.events) - len(errors), tuple(errors))
 
     # -- any thread
 
@@ -395,15 +477,43 @@ class Directory:
         reports = [_report(stream, now) for stream in self._streams.values()]
         current = self._plan
         for instance in current.followed.values():
-            present = {endpoint.dp_rank for endpoint in instance.events}
+            present = {endpoint.dp_rank for endpoint in instance.events if not endpoint.medium}
             for rank in range(instance.dp_size):
                 if rank not in present:
                     error = f"no events endpoint for rank {rank} of {instance.dp_size}: the instance's minimum is 0"
                     reports.append(_idle(instance, StreamEndpoint(rank, ""), "missing", error))
         for instance, reason in current.skipped.values():
-            reports.extend(_idle(instance, endpoint, "skipped", reason) for endpoint in instance.events)
+            own = [endpoint for endpoint in instance.events if not endpoint.medium]
+            reports.extend(_idle(instance, endpoint, "skipped", reason) for endpoint in own)
         reports.sort(key=lambda report: (report.instance, report.dp_rank))
         return reports
+
+    def pool_status(self, now: float | None = None) -> list[StreamReport]:
+        """The same for pools: `instance` is the publisher's name, or instance:medium; `blocks` are those that can be
+        credited, `remembered` the hashes that no member explained."""
+        now = time.monotonic() if now is None else now
+        reports = []
+        for stream in self._pools.values():
+            report = _report(stream, now)
+            if stream.publisher is None:
+                report = replace(report, instance=f"{report.instance}:{stream.endpoint.medium}")
+            reports.append(report)
+        return sorted(reports, key=lambda report: (report.instance, report.dp_rank))
+
+
+def check_publishers(publishers: Iterable[PoolPublisher]) -> None:
+    """Raises ConfigurationError: an invalid one, a name or an endpoint twice."""
+    names: set[str] = set()
+    owners: dict[str, str] = {}
+    for publisher in publishers:
+        publisher.check()
+        if publisher.name in names:
+            raise ConfigurationError(f"publisher {publisher.name!r} is listed twice: names are unique")
+        names.add(publisher.name)
+        for endpoint in endpoints_of(publisher.endpoint):
+            other = owners.setdefault(endpoint, publisher.name)
+            if other != publisher.name:
+                raise ConfigurationError(f"publishers {other!r} and {publisher.name!r} both have {endpoint!r}")
 
 
 def make_dialect(name: str, options: DialectOptions | None = None) -> Dialect:

@@ -7,7 +7,7 @@ again in one batch). Everything an engine says that does not concern the index i
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 EngineHash = int | bytes
@@ -94,6 +94,16 @@ class Pooled(NamedTuple):
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared | Skipped | Pooled
+
+
+class Outcome(StrEnum):
+    """What became of an event. Only `OK` and `UNKNOWN_PARENT` were taken over."""
+
+    OK = "ok"
+    UNKNOWN_PARENT = "unknown_parent"  # some of its blocks got no key: kept un-anchored
+    BLOCK_SIZE = "block_size"  # not the index's block size
+    TOKEN_COUNT = "token_count"  # hashes and tokens do not fit together
+    SKIPPED = "skipped"  # the dialect had skipped it
 
 
 class Batch(NamedTuple):

@@ -55,8 +55,8 @@ class StreamEndpoint:
     dialect   a name of `kvindex.dialects.DIALECTS`
     recovery  "none", "history" or "snapshot"; None = the dialect's own with a replay endpoint, "none" without
     bind      True: the engine connects to us, so `events` is what we listen on
-    medium    "" = the engine's own stream. "cpu", "disk": of a store that publishes per rank and medium (YuanRong), beside
-              it; what its events are about when they do not say
+    medium    "" = the engine's own stream. "cpu", "disk": of a store beside it that publishes per rank and medium
+              (YuanRong); what its events are about when they do not say
     """
 
     dp_rank: int

@@ -26,26 +26,26 @@ no lock. Why that is sound:
   reader takes `careful_runs`, which no re-keying can mislead, and then drops every view whose part of the exposure was
   replaced meanwhile. That always ends, and errs only by leaving out.
 
-Pools (decision D1): a pool publisher's stream carries hashes that only its member engines can explain; resolving them
-needs look-ups from one stream's content into others'. Nothing here does that; token-less copies of unknown hashes are
-remembered, which is the half that stays inside one stream.
+* A pool's copies (pools.py) count for its members: the exposure names the pool's slot and the set of its members, and
+  each mask is completed with them before the walk. Without such a pool masks are taken as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import ClassVar, Final, Protocol
 
-from kvindex.content import Content, Outcome
+from kvindex.content import Content
 from kvindex.errors import CapacityExceeded, KVIndexError
-from kvindex.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, Tier
+from kvindex.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, Outcome, Tier
 from kvindex.hashing import DEFAULT_SEED
-from kvindex.rows import Rows
+from kvindex.rows import Rows, Run
 from kvindex.walk import TierBlocks, Walk, credit
 
 __all__ = ["Outcome", "PrefixIndex", "StreamView", "TierBlocks", "Walk"]
 
 _ATTEMPTS: Final = 4
+_TOLD: Final = 64  # blocks told to a pool between two calls of `pace`
 _DECODED: Final = 1_024  # sets of streams whose members are kept at hand
 
 
@@ -53,29 +53,69 @@ def _no_pace() -> None:
     pass
 
 
+class Pupil(Protocol):
+    """Who learns from a stream which blocks its engine hashes are: a pool."""
+
+    def learn(self, known: Iterable[tuple[EngineHash, int]]) -> None:
+        """(engine hash, row of its block; 0 = not known) of blocks that the stream was told with their tokens."""
+
+
 class _Exposure:
     """What readers may credit. Immutable but for the memo `decoded`, where a lost update does no harm.
 
     interleaved, cascade   sets of visible streams (bit 3*slot)
     blind                  mask bits of visible streams that are being swept
-    views                  slot -> view, for visible streams
-    marks                  view -> an object that is replaced whenever the stream's part of the exposure is
+    views                  slot -> view, for visible streams and pools
+    pools                  (three times the slot, set of visible members) of each visible pool that has any
+    marks                  view -> objects of which one is replaced whenever the stream's part of the exposure is, or
+                           that of a pool that serves it
     """
 
-    __slots__ = ("blind", "cascade", "decoded", "interleaved", "marks", "views")
+    __slots__ = ("blind", "cascade", "decoded", "interleaved", "marks", "merged", "pools", "views")
 
     def __init__(self, views: dict[int, StreamView]) -> None:
         self.views = views
         self.interleaved = self.cascade = self.blind = 0
-        self.marks: dict[StreamView, object] = {}
+        self.marks: dict[StreamView, tuple[object, ...]] = {}
         self.decoded: dict[int, tuple[StreamView, ...]] = {}
+        self.merged: dict[int, int] = {}
+        self.pools: list[tuple[int, int]] = []
         for slot, view in views.items():
-            if view.walk is Walk.INTERLEAVED:
+            self.marks[view] = (view._mark,)
+            self.blind |= view._blind << 3 * slot
+            if view.is_pool:
+                members = sum(1 << 3 * one._content.slot for one in view.members if one._visible)
+                if members:
+                    self.pools.append((3 * slot, members))
+            elif view.walk is Walk.INTERLEAVED:
                 self.interleaved |= 1 << 3 * slot
             else:
                 self.cascade |= 1 << 3 * slot
-            self.blind |= view._blind << 3 * slot
-            self.marks[view] = view._mark
+        for view in views.values():
+            for member in view.members:
+                if member in self.marks:
+                    self.marks[member] += (view._mark,)
+
+    def credit(self, runs: Iterable[Run]) -> list[tuple[int, TierBlocks]]:
+        """walk.credit for the visible streams, the copies of their pools included."""
+        if self.pools:
+            return credit(self._with_pools(runs), self.interleaved, self.cascade, 0)
+        return credit(runs, self.interleaved, self.cascade, self.blind)
+
+    def _with_pools(self, runs: Iterable[Run]) -> Iterator[Run]:
+        merged = self.merged
+        for mask, length in runs:
+            whole = merged.get(mask)
+            if whole is None:
+                whole = mask & ~self.blind
+                for shift, members in self.pools:
+                    for tier in (Tier.HOST, Tier.DISK):
+                        if whole >> shift + tier & 1:
+                            whole |= members << tier
+                if len(merged) >= _DECODED:
+                    merged = self.merged = {}
+                merged[mask] = whole
+            yield whole, length
 
     def members(self, streams: int) -> tuple[StreamView, ...]:
         """The views of a set. O(1) when asked before, else O(streams)."""
@@ -93,7 +133,7 @@ class PrefixIndex:
 
     block_size   tokens per block; None = that of the first stored event (attribute `block_size` tells)
     seed         seed of the content keys
-    max_streams  views open at once (each may have one shadow besides)
+    max_streams  views open at once (each may have one shadow besides); pools come on top
     pace         called by long loops every 64 steps or less; may sleep, must not raise or call the index
 
     Costs, on one core: `find` about 25 ns a block where a chain was stored in one go, 100 ns where it was pieced
@@ -137,9 +177,10 @@ class PrefixIndex:
 
         Raises CapacityExceeded when `max_streams` are open. O(1).
         """
-        if len(self._views) >= self.max_streams:
+        opened = sum(not view.is_pool for view in self._views)
+        if opened >= self.max_streams:
             raise CapacityExceeded(
-                f"stream {name}: {len(self._views)} streams are open, the bound is max_streams={self.max_streams}"
+                f"stream {name}: {opened} streams are open, the bound is max_streams={self.max_streams}"
             )
         view = StreamView(self, walk, name, max_blocks, max_unanchored, max_places)
         self._views.append(view)
@@ -158,14 +199,14 @@ class PrefixIndex:
         for _ in range(_ATTEMPTS):
             exposure = self._exposure
             epoch = rows.epoch
-            sets = credit(rows.runs(keys), exposure.interleaved, exposure.cascade, exposure.blind)
+            sets = exposure.credit(rows.runs(keys))
             if epoch == rows.epoch and exposure is self._exposure:
                 return self._answer(exposure, sets)
         exposure = self._exposure
-        sets = credit(rows.careful_runs(keys), exposure.interleaved, exposure.cascade, exposure.blind)
+        sets = exposure.credit(rows.careful_runs(keys))
         found = self._answer(exposure, sets)
         now = self._exposure.marks
-        return {view: blocks for view, blocks in found.items() if now.get(view) is exposure.marks[view]}
+        return {view: blocks for view, blocks in found.items() if now.get(view) == exposure.marks[view]}
 
     @staticmethod
     def _answer(exposure: _Exposure, sets: list[tuple[int, TierBlocks]]) -> dict[StreamView, TierBlocks]:
@@ -177,7 +218,7 @@ class PrefixIndex:
 
     @property
     def blocks(self) -> int:
-        """Distinct blocks held by any stream."""
+        """Distinct blocks held by any stream, or explained to a pool."""
         return self._rows.in_use
 
     def check(self) -> None:
@@ -196,11 +237,14 @@ class PrefixIndex:
         exposure = self._exposure
         assert exposure.views == {view._content.slot: view for view in self._views if view._visible}
         assert exposure.blind == 0
-        assert exposure.marks == {view: view._mark for view in exposure.views.values()}
+        fresh = _Exposure(exposure.views)
+        assert (exposure.marks, exposure.pools) == (fresh.marks, fresh.pools), "published pools and marks are not these"
 
     # ---- writer thread, for the views ---------------------------------------------------------------------------
 
-    def _new_content(self, name: str, max_blocks: int, max_unanchored: int, max_places: int) -> Content:
+    def _new_content(
+        self, name: str, max_blocks: int, max_unanchored: int, max_places: int, kind: type[Content] = Content
+    ) -> Content:
         """In the lowest free slot: masks stay as short as the number of streams allows."""
         if False in self._slots:
             slot = self._slots.index(False)
@@ -208,7 +252,7 @@ class PrefixIndex:
         else:
             slot = len(self._slots)
             self._slots.append(True)
-        return Content(
+        return kind(
             self._rows,
             slot,
             seed=self.seed,
@@ -239,8 +283,12 @@ class StreamView:
     """
 
     __slots__ = (
-        "_blind", "_bounds", "_content", "_index", "_mark", "_parent", "_shadow", "_visible", "closed", "name", "walk",
+        "_blind", "_bounds", "_content", "_index", "_mark", "_parent", "_pupils", "_shadow", "_visible", "closed",
+        "name", "walk",
     )  # fmt: skip
+
+    is_pool: ClassVar[bool] = False
+    content_type: ClassVar[type[Content]] = Content
 
     def __init__(
         self,
@@ -257,7 +305,8 @@ class StreamView:
         self.closed = False
         self._index = index
         self._bounds = (max_blocks, max_unanchored, max_places)
-        self._content = index._new_content(name, max_blocks, max_unanchored, max_places)
+        self._content = index._new_content(name, max_blocks, max_unanchored, max_places, self.content_type)
+        self._pupils: tuple[Pupil, ...] = ()
         self._parent = parent  # of a shadow
         self._shadow: StreamView | None = None
         self._visible = False
@@ -330,7 +379,12 @@ class StreamView:
                         index.block_size = size
                 if len(event.tokens) != 4 * size * len(hashes):
                     return Outcome.TOKEN_COUNT
-            return self._content.store(event) if hashes else Outcome.OK
+            if not hashes:
+                return Outcome.OK
+            outcome = self._content.store(event)
+            if self._pupils and event.tokens:
+                self._explain(hashes)
+            return outcome
         if kind is BlockRemoved:
             assert isinstance(event, BlockRemoved)
             return self._content.remove(event)
@@ -360,6 +414,7 @@ class StreamView:
         if self._shadow is not None:
             self._shadow.close()
         self._shadow = StreamView(self._index, self.walk, self.name, *self._bounds, parent=self)
+        self._shadow.explain_to(self._pupils)
         return self._shadow
 
     def swap(self, shadow: StreamView) -> None:
@@ -389,6 +444,39 @@ class StreamView:
         if self._shadow is not None:
             self._shadow.close()
         self._index._drop_content(self._content)
+
+    # ---- pools --------------------------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> tuple[StreamView, ...]:
+        """Of a pool: the streams whose blocks its copies are."""
+        return ()
+
+    def explain_to(self, pupils: tuple[Pupil, ...]) -> None:
+        """Tell these from now on which block each engine hash is. What is known already is told to new ones at once,
+        O(known hashes), paced."""
+        self._usable()
+        new = tuple(one for one in pupils if one not in self._pupils)
+        self._pupils = pupils
+        content = self._content
+        content.anchored = [] if pupils else None
+        if self._shadow is not None:
+            self._shadow.explain_to(pupils)
+        if new:
+            for number in range(len(content.shards)):
+                part = list(content.shards[number].items())
+                for start in range(0, len(part), _TOLD):
+                    for pupil in new:
+                        pupil.learn(part[start : start + _TOLD])
+                    self._index._pace()
+
+    def _explain(self, hashes: list[EngineHash]) -> None:
+        """These hashes of an event, and those that could be anchored because of it."""
+        content = self._content
+        anchored, content.anchored = content.anchored, []
+        known = content.rows_of([*hashes, *anchored] if anchored else hashes)
+        for pupil in self._pupils:
+            pupil.learn(known)
 
     def knows(self, engine_hash: EngineHash) -> bool:
         """Has the hash a copy here? O(1), writer thread."""

@@ -197,6 +197,10 @@ class EventTransport:
         """Close connection and content, and start from nothing."""
         self._post(partial(self._command, stream, self._rebuild))
 
+    def post(self, work: Callable[[], None]) -> None:
+        """Do it in the thread that owns the streams; what it raises is logged. At once, or once the thread runs."""
+        self._post(work)
+
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until everything asked so far was done; False on time-out or when the thread does not run."""
         done = threading.Event()
@@ -412,7 +416,7 @@ class EventTransport:
         endpoint = channel.stream.endpoint
         channel.reopen_at = None
         channel.sub = sub = self._socket(zmq.SUB, self.options.receive_hwm, ipv6=channel.ipv6)
-        sub.set(zmq.SUBSCRIBE, endpoint.topic.encode())
+        sub.set(zmq.SUBSCRIBE, endpoint.topic_bytes or b"")
         channel.monitor = sub.get_monitor_socket(_WATCHED)
         self._sockets += 1
         if endpoint.bind:

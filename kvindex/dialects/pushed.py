@@ -15,17 +15,18 @@ from typing import Any, NamedTuple
 
 from kvindex.dialects.base import DialectOptions
 from kvindex.dialects.fields import Malformed, hash_from_text, parent_of, typename
-from kvindex.dialects.mooncake import Mooncake
+from kvindex.dialects.mooncake import NAMES, Mooncake
 from kvindex.errors import DecodeError
 from kvindex.events import EngineHash, Event, Skipped
 
 
 class PushedEvent(NamedTuple):
-    """One index event of a pushed one.
+    """One pushed event. `Pooled` is left to the objects of the view it goes to.
 
     event_id       the sender's number, None when it has none
     tokens_hashes  unchained 64-bit hash of each block's tokens, () when not given
     parent         block before the first one, where tokens_hashes are given; an event with token ids has its own
+    takes_away     it said removed or cleared and cannot be used: what it meant to take away is not known
     """
 
     dp_rank: int
@@ -33,6 +34,7 @@ class PushedEvent(NamedTuple):
     event: Event
     tokens_hashes: tuple[int, ...] = ()
     parent: EngineHash | None = None
+    takes_away: bool = False
 
 
 class Push(NamedTuple):
@@ -47,11 +49,11 @@ class Push(NamedTuple):
 
 
 class PushDecoder:
-    """One a sender: remembers the objects of a pool as the Mooncake dialect does."""
+    """One a body: keeps the attention kinds that its events tell."""
 
     def __init__(self, options: DialectOptions | None = None) -> None:
         self._dialect = Mooncake(options)
-        self._objects = self._dialect.objects()
+        self._pace = self._dialect.options.pace
 
     def decode(self, body: Any) -> Push:
         """Raises DecodeError for a body of the wrong shape; what is wrong with one event is `Skipped` in its place."""
@@ -71,12 +73,14 @@ class PushDecoder:
             _text(body, "model_name", None),
             _text(body, "tenant_id", None) or "default",
             size,
-            [found for event in events for found in self._events(event, size)],
+            [self._event(event, size) for event in events],
             shutdown,
         )
 
-    def _events(self, raw: Any, size: int) -> list[PushedEvent]:
-        dp_rank, event_id = 0, None
+    def _event(self, raw: Any, size: int) -> PushedEvent:
+        dp_rank, event_id, takes_away = 0, None, False
+        if self._pace is not None:
+            self._pace()
         try:
             if not isinstance(raw, Mapping):
                 raise Malformed(f"an event is {typename(raw)}")
@@ -88,15 +92,17 @@ class PushDecoder:
                     raise Malformed(f"data is {typename(raw['data'])}")
                 flat = dict(raw["data"])
             flat.setdefault("event_type", flat.pop("type", None))
+            takes_away = NAMES.get(str(flat["event_type"])) in ("removed", "cleared")
             tokens_hashes = _blocks(flat)
             if flat.get("token_ids") and flat.get("block_size") is None:
                 flat["block_size"] = size
             parent = flat.get("parent_hash") if tokens_hashes else None
             parent = parent_of(hash_from_text(parent) if isinstance(parent, str) else parent)
         except Malformed as error:
-            return [PushedEvent(dp_rank, event_id, Skipped("malformed", str(error), True))]
-        found = self._objects.resolve(self._dialect.events([flat]))
-        return [PushedEvent(dp_rank, event_id, one, tokens_hashes, parent) for one in found]
+            return PushedEvent(dp_rank, event_id, Skipped("malformed", str(error), True), takes_away=takes_away)
+        event = self._dialect.event(flat)
+        lost = isinstance(event, Skipped) and event.lost
+        return PushedEvent(dp_rank, event_id, event, tokens_hashes, parent, takes_away and lost)
 
 
 def _blocks(flat: dict[str, Any]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from kvindex.dialects import DIALECTS, DialectOptions, wire
 from kvindex.dialects.fields import MEDIA, counted_kind, tier_of
 from kvindex.dialects.pushed import Push, PushDecoder, PushedEvent
 from kvindex.errors import DecodeError
-from kvindex.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event, Skipped, Tier
+from kvindex.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event, Pooled, Skipped, Tier
 from kvindex.hashing import content_keys, extras_bytes, pack_tokens, root_bytes
 from kvindex.index import PrefixIndex
 from kvindex.sync import Action, Recovery, StartReplay, StreamSync
@@ -911,7 +911,7 @@ PUSHED = [
         PushedEvent(3, 2, copied(101, 102, tier=D), (5, 6), 100),
     ),
     ({"event_id": 2, "type": "removed", "block_hashes": [100]}, PushedEvent(0, 2, BlockRemoved([100]))),
-    ({"data": {"type": "cleared"}}, PushedEvent(0, None, AllBlocksCleared(ALL))),
+    ({"data": {"type": "cleared"}}, PushedEvent(0, None, Pooled(("", "default")))),
     (
         {"event_id": 3, "event_type": "stored", "seq_hashes": [7], "medium": "cpu", "backend_id": "10.0.0.1"},
         PushedEvent(0, 3, copied(7)),
@@ -947,6 +947,9 @@ def test_not_pushed(raw: Any) -> None:
     found = push({"type": "removed", "block_hashes": [9]}, raw, {"type": "removed", "block_hashes": [9]}).events
     assert [one.event for one in (found[0], found[2])] == [BlockRemoved([9])] * 2
     assert lost(found[1].event)
+    said = (raw.get("data") or raw) if isinstance(raw, dict) else {}
+    assert found[1].takes_away is (isinstance(said, dict) and said.get("type") == "removed" and "event_id" not in raw
+                                   and raw.get("dp_rank") != -1)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,10 @@ class FakeDriver:
 
     def rebuild(self, stream: Stream) -> None:
         self.asked.append(("rebuild", stream.name))
+
+    def post(self, work: Callable[[], None]) -> None:
+        if self.opening:
+            work()
 
     def taken(self) -> list[str]:
         asked, self.asked = self.asked, []
