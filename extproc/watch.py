@@ -55,11 +55,10 @@ class StreamLog:
 def settled(report: StreamReport) -> bool:
     """Nothing better is to be expected of this stream soon: it is synchronized, cannot be reached, is not followed, or
     has no way to ask for the past."""
-    link = report.link
-    waits = report.state == "waiting" or not (link.connected or link.connect_retries)
-    if report.state in ("skipped", "missing"):
+    if report.synchronized or report.state in ("skipped", "missing"):
         return True
-    return report.synchronized or (not waits and (not link.connected or report.replay is None))
+    tried = report.link.connected or report.link.connect_retries > 0
+    return tried and report.state not in ("waiting", "fetch")
 
 
 async def watch(pools: Sequence[Pool], interval: float = INTERVAL) -> None:
