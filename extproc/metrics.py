@@ -133,7 +133,7 @@ class Metrics:
         self.decisions = Counter(
             "kvcar_decisions",
             "Choices made, by pool, scorer and the instance chosen first.",
-            ["pool", "scorer", "instance"],
+            ["pool", "scorer", "engine"],
             registry=self.registry,
         )
         self.prompt_tokens = Counter(
@@ -208,7 +208,7 @@ class Metrics:
     def forget(self, pool: str, instance: str, dp_size: int = 1) -> None:
         """An instance has left: its series, and those of its ranks, go with it, so that labels do not pile up."""
         for name in (instance, *(f"{instance}/{rank}" for rank in range(dp_size))):
-            self.decisions.remove_by_labels({"pool": pool, "instance": name})
+            self.decisions.remove_by_labels({"pool": pool, "engine": name})
 
     def forget_pool(self, pool: str) -> None:
         """A pool is no longer configured: its series go."""

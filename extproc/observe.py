@@ -16,8 +16,9 @@ from kvindex.events import Tier
 from kvindex.fleet import Fleet, FleetChange, InstanceState
 from kvindex.transport import EventTransport
 
-STREAM = ("pool", "instance", "dp_rank")
-INSTANCE = ("pool", "instance")
+# the label of an instance is `engine`: `instance` is Prometheus's own, of the process it scrapes
+STREAM = ("pool", "engine", "dp_rank")
+INSTANCE = ("pool", "engine")
 Reading = Callable[[], Iterable[Sample]]
 
 GAUGES: tuple[tuple[str, str, Callable[[StreamReport], float]], ...] = (
@@ -248,6 +249,18 @@ def add_transport(metrics: Metrics, transport: EventTransport) -> None:
     )
     for name, text, kind, value in read:
         metrics.add(Family(f"kvcar_events_{name}", text, (), partial(_only, value), kind))
+
+
+def add_reload(metrics: Metrics, error: Callable[[], str | None]) -> None:
+    """Registers whether the configuration file is the one in effect; `error`: why the latest was refused, or None."""
+    metrics.add(
+        Family(
+            "kvcar_config_last_reload_successful",
+            "0 while the configuration file was refused and the one before is in effect.",
+            (),
+            partial(_only, lambda: error() is None),
+        )
+    )
 
 
 def forget_gone(metrics: Metrics, fleet: Fleet) -> None:

@@ -9,8 +9,9 @@ import click
 
 from extproc.cli import main
 from extproc.metrics import Metrics
-from extproc.observe import add_families
+from extproc.observe import add_families, add_reload, add_transport
 from extproc.reasons import Reason
+from kvindex.transport import EventTransport
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,6 +24,8 @@ def rows(path: str) -> set[str]:
 def test_metrics() -> None:
     metrics = Metrics("test")
     add_families(metrics, [])
+    add_transport(metrics, EventTransport())
+    add_reload(metrics, lambda: None)
     names = {family.name for family in metrics.registry.collect() if family.name.startswith("kvcar_")}
     assert rows("docs/metrics.md") == names
 

@@ -31,4 +31,4 @@ def test_a_scrape_walks_the_streams_once_and_sees_them_as_they_are(monkeypatch: 
     second = metrics.render()[0].decode()
     assert walks == ["one"] * 2
     assert second.count("\nkvcar_stream_synchronized{") == 1
-    assert 'kvcar_stream_sequence{dp_rank="0",instance="engine-a",pool="qwen"} -1.0' in second
+    assert 'kvcar_stream_sequence{dp_rank="0",engine="engine-a",pool="qwen"} -1.0' in second
