@@ -24,6 +24,7 @@ from xxhash import xxh3_128_digest
 DEFAULT_SEED = 1024
 PLAIN = b""
 _CUT: Final = 64  # blocks cut out at a time
+_REVERSED: Final = slice(None, None, -1)
 
 if array("I").itemsize != 4:  # pragma: no cover - no CPython platform of ours
     raise ImportError("kvindex needs a platform whose C unsigned int has 4 bytes")
@@ -63,8 +64,7 @@ def content_keys(
     if limit is not None and limit < count:
         count = limit
     keys: list[bytes] = []
-    append = keys.append
-    digest = xxh3_128_digest
+    digest, backwards = xxh3_128_digest, _REVERSED
     previous = root if parent is None else parent
     given = len(extras) if extras else 0
     for first in range(0, count, _CUT):
@@ -73,8 +73,8 @@ def content_keys(
             assert extras is not None
             blocks = [extras[index] + block if index < given else block for index, block in enumerate(blocks, first)]
         for block in blocks:
-            previous = digest(previous + block, seed)[::-1]
-            append(previous)
+            previous = digest(previous + block, seed)[backwards]
+            keys.append(previous)
     return keys
 
 

@@ -193,23 +193,45 @@ class Rows:
             self._add_head(keys[0], first)
         return True
 
+    def leave(self, rows: list[int], bits: int) -> None:
+        """Clear `bits` in these rows; each has one of them. Rows nobody holds then are freed. O(rows)."""
+        masks, keep = self.masks, ~bits
+        sole = last = last_new = 0
+        for row in rows:
+            mask = masks[row]
+            if mask is not last:
+                last, last_new = mask, self.intern(mask & keep)
+            masks[row] = last_new
+            sole += not last_new
+        if sole == len(rows):
+            self._release(rows)
+        elif sole:
+            self._release([row for row in rows if not masks[row]])
+
     def release(self, row: int) -> None:
         """Free a row: its key goes, the row may be handed out again. O(1)."""
-        column = self.keys
-        key = column[row]
-        assert key is not None
-        column[row] = None
         self.masks[row] = 0
-        part = self._head(key)
-        if key in part:
-            del part[key]
-            if not part:
-                self.heads[key[0] & len(self.heads) - 1] = {}  # an emptied dict keeps its table
-        self.free.append(row)
-        child = self.after[row]
-        orphan = column[child]
-        if orphan is not None:
-            self._add_head(orphan, child)
+        self._release([row])
+
+    def _release(self, rows: list[int]) -> None:
+        """Free rows whose masks are 0 already, the last one to be handed out first."""
+        column, after, heads = self.keys, self.after, self.heads
+        cut = len(heads) - 1
+        for row in rows:
+            key = column[row]
+            assert key is not None
+            column[row] = None
+            part = heads[key[0] & cut]
+            if key in part:
+                del part[key]
+                if not part:
+                    heads[key[0] & cut] = {}  # an emptied dict keeps its table
+        self.free += rows
+        for row in rows:
+            child = after[row]
+            orphan = column[child]
+            if orphan is not None:
+                self._add_head(orphan, child)
 
     def sweep(self, buckets: Buckets, bits: int, pace: Callable[[], None]) -> None:
         """Clear `bits` in many rows (a row may come twice), and empty `buckets`.
@@ -224,16 +246,18 @@ class Rows:
             rows = buckets.pop(bucket)
             rows.sort(reverse=True)
             for start in range(0, len(rows), _PACED):
+                gone = []
                 for row in rows[start : start + _PACED]:
                     mask = masks[row]
                     if not mask & bits:
                         continue
                     if mask is not last:
                         last, last_new = mask, self.intern(mask & keep)
-                    if last_new:
-                        masks[row] = last_new
-                    else:
-                        self.release(row)
+                    masks[row] = last_new
+                    if not last_new:
+                        gone.append(row)
+                if gone:
+                    self._release(gone)
                 pace()
 
     # ---- readers ------------------------------------------------------------------------------------------------

@@ -187,7 +187,9 @@ class Decoder:
                 raise Malformed(f"BlockStored has {len(raw)} elements, at least 5 are needed")
             # tag, block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, then vLLM's lora_name or
             # SGLang's metadata map, extra_keys, group_idx, kv_cache_spec_kind
-            _, hashes, parent, tokens, size, lora_id, medium, lora_name, extra_keys, group, kind = (raw + _NILS)[:11]
+            if len(raw) < _FIELDS:
+                raw = raw + _NILS
+            _, hashes, parent, tokens, size, lora_id, medium, lora_name, extra_keys, group, kind = raw[:_FIELDS]
             salt = None
             if lora_name.__class__ is dict:
                 salt, lora_name = lora_name.get("cache_salt"), None
@@ -269,7 +271,8 @@ class Decoder:
             self._uncounted.add(group)
 
 
-_NILS: list[Any] = [None] * 10
+_FIELDS = 11
+_NILS: list[Any] = [None] * _FIELDS
 _MAX_GROUPS = 256
 
 
