@@ -12,6 +12,7 @@ import click
 
 from extproc import __version__
 from extproc.commands.common import CONFIG, fail, read_config
+from extproc.commands.doctor import doctor
 from extproc.commands.query import query
 from extproc.commands.record import record
 from extproc.commands.simulate import simulate
@@ -198,7 +199,7 @@ def example_config() -> None:
     click.echo(files("extproc").joinpath("example.yaml").read_text("utf-8"), nl=False)
 
 
-for command in (verify, tokens, simulate, record, query):
+for command in (verify, tokens, simulate, record, query, doctor):
     main.add_command(command)
 
 if __name__ == "__main__":
