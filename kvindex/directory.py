@@ -213,7 +213,7 @@ class Directory:
         self._walk = walk
         self._dialect_options = replace(dialect_options or DialectOptions(), pace=driver.pace)
         self._instances: tuple[Instance, ...] = ()
-        self._publishers: tuple[PoolPublisher, ...] = ()
+        self._given: dict[str, tuple[PoolPublisher, ...]] = {}
         self._streams: Mapping[StreamKey, Stream] = MappingProxyType({})
         self._pools: Mapping[PoolKey, Stream] = MappingProxyType({})
         self._plan = Plan(MappingProxyType({}), MappingProxyType({}))
@@ -273,19 +273,21 @@ class Directory:
         self._instances = tuple(one for one in instances if self.pool is None or one.pool == self.pool)
         self._follow()
 
-    def set_publishers(self, publishers: Iterable[PoolPublisher]) -> None:
-        """These are the pool publishers now. One of the same name and endpoint goes on with what it brought, also when
-        its members change; others are retired or started. O(streams).
+    def set_publishers(self, publishers: Iterable[PoolPublisher], *, source: str = "") -> None:
+        """These are the pool publishers that `source` knows now (any name for who says so; each has its own list).
 
-        Raises ConfigurationError: an invalid one, a name or an endpoint twice.
+        One of the same name and endpoint goes on with what it brought, also when its members change; others are
+        retired or started. O(streams). Raises ConfigurationError, and changes nothing: an invalid one, a name or an
+        endpoint twice.
         """
-        wanted = tuple(publishers)
-        check_publishers(wanted)
-        self._publishers = wanted
+        given = {**self._given, source: tuple(publishers)}
+        check_publishers(one for some in given.values() for one in some)
+        self._given = given
         self._follow()
 
     def _follow(self) -> None:
-        taken = {at: f"publisher {one.name}" for one in self._publishers for at in endpoints_of(one.endpoint)}
+        publishers = [one for some in self._given.values() for one in some]
+        taken = {at: f"publisher {one.name}" for one in publishers for at in endpoints_of(one.endpoint)}
         self._plan = wanted = plan(self._instances, max_streams=self.max_streams, taken=taken)
         streams: dict[StreamKey, Stream] = {}
         pools: dict[PoolKey, Stream] = {}
@@ -304,7 +306,7 @@ class Directory:
                     pools[(*key, endpoint.medium)] = stream
                 else:
                     streams[key] = stream
-        for publisher in self._publishers:
+        for publisher in publishers:
             pool_key = (publisher.name, 0, "")
             stream = self._pools.get(pool_key)
             if stream is None or stream.endpoint != publisher.endpoint:
@@ -331,7 +333,7 @@ class Directory:
 
     def close(self) -> None:
         """Retire every stream. The directory can be updated again afterwards."""
-        self._publishers = ()
+        self._given = {}
         self.update(())
 
     def resync(self, instance: str, dp_rank: int | None = None) -> int:

@@ -77,7 +77,7 @@ class PoolContent(Content):
             self._map(hash_, number, row)
         self._grow()
         self._add(hash_, self._number(hash_), row, self._place(Tier.DEVICE, 0))
-        if known == 0 and self.unanchored:
+        if not known and self.unanchored:
             self._anchor([hash_])
         return True
 
