@@ -18,11 +18,13 @@ from extproc.admin.query import Queries
 from extproc.admin.server import AdminServer, make_app, tls_context
 from extproc.aibrix_metrics import add_aibrix
 from extproc.assembly import Assembly, Built, instances_of
-from extproc.config import Config, ConfigError, pair_headers
+from extproc.config import Config, ConfigError, EndpointsFileConfig, pair_headers
+from extproc.dashboard import Dashboard
 from extproc.decider import PoolDecider
 from extproc.decisions import DecisionLog
+from extproc.endpoints_file import EndpointsFile
 from extproc.metrics import Metrics
-from extproc.observe import add_families, add_transport, forget_gone, stream_dict
+from extproc.observe import add_families, add_reload, add_transport, forget_gone, stream_dict
 from extproc.openai import PATHS, Routes
 from extproc.overrides import Overrides
 from extproc.pool import Pool
@@ -110,13 +112,18 @@ class App:
             max_body_bytes=config.limits.max_body_bytes,
             trace=self._trace,
         )
+        self.dashboard = Dashboard(
+            self, routes=Routes(config.paths.bases, config.paths.rewrites), max_body_bytes=config.limits.max_body_bytes
+        )
         self._server: ExtProcServer | None = None
         self._admin: AdminServer | None = None
         self._stop = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._files: dict[str, tuple[EndpointsFileConfig, EndpointsFile, asyncio.Task[None]]] = {}
         self._serving = self._warm = False
         add_families(self.metrics_registry, self.pools)
         add_transport(self.metrics_registry, self.transport)
+        add_reload(self.metrics_registry, lambda: self.reload_error)
         forget_gone(self.metrics_registry, self.fleet)
         if config.admin.aibrix_metrics:
             add_aibrix(self.metrics_registry, self.pools)
@@ -163,9 +170,12 @@ class App:
             form=config.admin.conductor_form,
             max_body_bytes=limits.max_body_bytes,
         )
-        admin = make_app(self, token=config.admin.token, more=queries.routes())
+        more = (*queries.routes(), *self.dashboard.endpoints())
+        admin = make_app(self, token=config.admin.token, more=more)
+        admin.cleanup_ctx.append(self.dashboard.sampling)
         try:
-            context = tls_context(secured.cert, secured.key, secured.client_ca) if (secured := config.admin.tls) else None
+            files = config.admin.tls
+            context = tls_context(files.cert, files.key, files.client_ca) if files else None
         except OSError as error:
             raise ConfigError(f"admin.tls: the files cannot be used: {error}") from None
         self._admin = AdminServer(admin, host.strip("[]"), int(port), tls=context)
@@ -179,6 +189,7 @@ class App:
         except ServerError as error:
             raise ConfigError(f"listen: {error}") from None
         self._tasks = [asyncio.create_task(watch(self.pools)), asyncio.create_task(self._get_ready(self._server))]
+        self._tasks.append(asyncio.create_task(self._start_files()))
         if self._path is not None and config.reload.watch:
             self._tasks.append(asyncio.create_task(self._follow_file(FileWatch(self._path))))
         # What exists by now lives as long as the process: full collections need not look at it again.
@@ -200,6 +211,30 @@ class App:
             await asyncio.sleep(0.02)
         self._warm = True
         await server.set_ready(True)
+
+    async def _start_files(self) -> None:
+        while not await self.sources.wait_ready(60):
+            log.warning("endpoints files are not written before discovery has told its first picture")
+        self._use_files()
+
+    def _use_files(self) -> None:
+        """One file of endpoints for each pool that wants one; the others' tasks end, their files stay as they are."""
+        wanted = {name: built.given.endpoints_file for name, built in self._built.items()}
+        for name, (given, _, task) in list(self._files.items()):
+            if wanted.get(name) != given:
+                task.cancel()
+                del self._files[name]
+        for name, built in self._built.items():
+            chosen = built.given.endpoints_file
+            if chosen is not None:
+                if name not in self._files:
+                    file = EndpointsFile(Path(chosen.path), chosen.cluster)
+                    self._files[name] = (chosen, file, asyncio.create_task(file.run()))
+                file = self._files[name][1]
+                built.pool.on_instances = file.show
+                file.show(built.pool.instances)
+            else:
+                built.pool.on_instances = None
 
     # -- reload
 
@@ -247,6 +282,8 @@ class App:
         self.pools.use(one.pool for one in built.values())
         self._built, self.config = built, new
         self.sources.use(new.pools)
+        if self.sources.ready:
+            self._use_files()
         logging.getLogger().setLevel(new.log.level.upper())
         for name, was in before.items():
             after = built.get(name)
@@ -275,7 +312,7 @@ class App:
     async def stop(self) -> None:
         """Drain: health says NOT_SERVING, running exchanges finish within the grace, then everything closes."""
         self._serving = False
-        for task in self._tasks:
+        for task in (*self._tasks, *(task for _, _, task in self._files.values())):
             task.cancel()
         if self._server is not None and self._server.port:
             log.info("draining: %d requests in flight", sum(pool.inflight.total() for pool in self.pools))
@@ -310,6 +347,10 @@ class App:
             "serving": self._serving,
             "reload_error": self.reload_error,
             "discovery": self.sources.status(),
+            "endpoints_files": [
+                {"pool": name, "path": str(file.path), "error": file.error}
+                for name, (_, file, _) in self._files.items()
+            ],
             "pools": [self._pool_status(pool) for pool in self.pools],
         }
 

@@ -87,6 +87,9 @@ def check_files(config: Config, name: str = "config") -> None:
                 raise ConfigError(
                     f"{where}.tokenizer: {pool.tokenizer!r} {what}; give the model's directory or a hub id"
                 )
+        if pool.endpoints_file and not Path(pool.endpoints_file.path).parent.is_dir():
+            folder = Path(pool.endpoints_file.path).parent
+            raise ConfigError(f"{where}.endpoints_file.path: the folder {str(folder)!r} does not exist: make it first")
         if pool.chat_template and not Path(pool.chat_template).is_file():
             raise ConfigError(f"{where}.chat_template: {pool.chat_template!r} is no readable file")
 

@@ -214,6 +214,13 @@ class SheddingConfig(Node):
     retry_after_s: int = Field(1, ge=1)
 
 
+class EndpointsFileConfig(Node):
+    """Keeps the file that Envoy watches for the engines' addresses (EDS) in step with the pool."""
+
+    path: str = Field(min_length=1)
+    cluster: str = Field("engines", min_length=1)
+
+
 class ScorerConfig(BaseModel):
     """`name` and the scorer's own parameters, which the scorer checks."""
 
@@ -268,6 +275,7 @@ class Pool(Node):
     max_endpoints: int = Field(3, ge=1, le=64)
     instances: tuple[InstanceConfig, ...] = ()
     discovery: tuple[DiscoveryConfig, ...] = ()
+    endpoints_file: EndpointsFileConfig | None = None
 
     @property
     def facts(self) -> PoolFacts:

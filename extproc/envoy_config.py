@@ -176,7 +176,9 @@ def options_for(config: Config, *, pool: str | None = None, **overrides: Any) ->
         "path_prefixes": config.paths.bases,
         "observe_usage": config.listen.observe_usage,
     }
-    if overrides.get("engines_file") is None:
+    if chosen.endpoints_file is not None and overrides.get("engines_file") is None:
+        values["engines_file"] = chosen.endpoints_file.path
+    elif overrides.get("engines_file") is None:
         values["engines"] = tuple(item.address for item in chosen.instances)
     values["max_message_timeout"] = max(10.0, overrides.get("message_timeout", values["message_timeout"]))
     return EnvoyOptions(**(values | overrides))

@@ -105,6 +105,8 @@ class Pool:
         self._helpless: frozenset[str] = frozenset()
         self.by_name: Mapping[str, Instance] = {}
         self.instances: tuple[Instance, ...] = ()
+        self.on_instances: Callable[[tuple[Instance, ...]], None] | None = None
+        """Called with the new instances whenever one of them has changed; must be quick."""
 
     def attach(self, before: Pool | None = None) -> None:
         """Follows the fleet from now on, in place of `before`, with which it may share parts."""
@@ -185,6 +187,8 @@ class Pool:
             for name, one in wished.items()
         }
         self.instances = tuple(self.by_name.values())
+        if self.on_instances is not None:
+            self.on_instances(self.instances)
 
     # -- what answers and what does not
 
