@@ -63,9 +63,22 @@ class DecisionLog:
 
     def __init__(self, size: int = 1000) -> None:
         self._ring: deque[Record] = deque(maxlen=size)
+        self.added = 0
+        """Records ever added: the newest has this number, the first had 1."""
 
     def add(self, record: Record) -> None:
         self._ring.append(record)
+        self.added += 1
+
+    def at(self, number: int) -> Record | None:
+        """The record of a number, None when it is not remembered (any more). O(size)."""
+        back = self.added - number
+        return self._ring[-1 - back] if 0 <= back < len(self._ring) else None
+
+    def numbered(self, limit: int) -> Iterator[tuple[int, Record]]:
+        """(number, record), newest first, at most `limit`."""
+        for back, record in zip(range(limit), reversed(self._ring), strict=False):
+            yield self.added - back, record
 
     def latest(
         self, limit: int = 100, *, pool: str | None = None, reason: str | None = None, request_id: str | None = None

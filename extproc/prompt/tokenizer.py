@@ -51,6 +51,7 @@ class Loaded:
     processor_template: str | None
     native_renderer: str | None  # why a Jinja template does not decide, or None
     vocabulary: int
+    texts: Callable[[Sequence[int]], list[str]] | None = None  # each id's own text, for people to read
 
 
 def load(source: str, *, revision: str | None = None, allow_download: bool = False) -> Loaded:
@@ -89,6 +90,7 @@ def load(source: str, *, revision: str | None = None, allow_download: bool = Fal
         processor_template=_processor_template(files),
         native_renderer=_native_renderer(files),
         vocabulary=backend.get_vocab_size(with_added_tokens=True),
+        texts=_texts(backend),
     )
 
 
@@ -138,6 +140,17 @@ def _encoder(backend: Any) -> Callable[[Sequence[str], bool], list[bytes]]:
             raise TokenizerError(type(error).__name__, bad_text=bad_text) from None
 
     return encode
+
+
+def _texts(backend: Any) -> Callable[[Sequence[int]], list[str]]:
+    def text(one: int) -> str:
+        piece: str | None = backend.id_to_token(one)
+        if piece is None:
+            return ""
+        # SentencePiece's mark is a space, which decoding one token alone would drop
+        return piece.replace("\u2581", " ") if "\u2581" in piece else backend.decode([one], skip_special_tokens=False)
+
+    return lambda ids: [text(one) for one in ids]
 
 
 def reraise_exit(error: BaseException) -> None:
