@@ -58,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
 
     events = p.add_argument_group("KV events")
     events.add_argument("--events-port", type=int, default=0, help="PUB port of rank 0, 0 = a free one (default)")
+    events.add_argument("--no-events", action="store_true", help="no PUB socket: KV events are off")
     events.add_argument("--replay-port", type=int, default=0, help="ROUTER port of rank 0, 0 = a free one (default)")
     events.add_argument("--no-replay", action="store_true", help="no replay socket (vLLM's default)")
     events.add_argument("--events-connect", metavar="ENDPOINT", help="connect the PUB socket there instead of binding")
@@ -113,7 +114,7 @@ def configure(arguments: list[str]) -> tuple[ServerConfig, argparse.Namespace]:
         form=form,
         host=args.host,
         port=args.port,
-        events_port=args.events_port,
+        events_port=None if args.no_events else args.events_port,
         events_connect=args.events_connect,
         replay_port=None if args.no_replay else args.replay_port,
         topic=args.topic,

@@ -1,6 +1,6 @@
 """Switches that make the emulated engine misbehave, set by flags at start or by POST /emulator/control at run time.
 
-Counters go down by one each time they act; booleans and delay_ms stay until they are set again. `restart` acts once.
+Counters go down by one each time they act; booleans and times stay until they are set again. `restart` acts once.
 
     drop             n batches get their number and are replayable, but are not sent live (high-water-mark loss)
     lose             n batches get their number and are neither sent nor replayable
@@ -16,6 +16,9 @@ Counters go down by one each time they act; booleans and delay_ms stay until the
     fail_requests    n requests are answered 500
     hang             the engine computes nothing (health and metrics still answer)
     not_ready        /health answers 503
+    clock_behind_ms  event timestamps are so far in the past
+    no_cached_tokens usage lacks prompt_tokens_details (vLLM without --enable-prompt-tokens-details)
+    no_token_api     the render paths and /tokenize answer 404
 """
 
 from __future__ import annotations
@@ -45,6 +48,9 @@ class Faults:
     fail_requests: int = 0
     hang: bool = False
     not_ready: bool = False
+    clock_behind_ms: int = 0
+    no_cached_tokens: bool = False
+    no_token_api: bool = False
 
     def take(self, name: str) -> bool:
         """True if counter `name` is above zero, which it then goes down by one."""

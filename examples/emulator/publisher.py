@@ -89,21 +89,22 @@ class Publisher:
         context: zmq.Context[zmq.Socket[bytes]],
         *,
         host: str,
-        port: int,
+        port: int | None,
         replay_port: int | None,
         connect: str | None = None,
     ) -> None:
-        """Bind (0 = a free port); `replay_port` None = no replay. Raises PortsTaken and leaves nothing open.
+        """Bind (0 = a free port, None = no such socket: no events, no replay). Raises PortsTaken and leaves nothing open.
 
         connect   the PUB socket connects there instead of binding, as vLLM does for an endpoint without `*`
         """
         try:
-            self._pub = context.socket(zmq.PUB)
-            self._pub.set_hwm(self._hwm)
-            if connect:
+            if connect or port is not None:
+                self._pub = context.socket(zmq.PUB)
+                self._pub.set_hwm(self._hwm)
+            if self._pub is not None and connect:
                 self._pub.setsockopt(zmq.LINGER, 0)
                 self._pub.connect(connect)
-            else:
+            elif self._pub is not None and port is not None:
                 self.port = _bind(self._pub, host, port)
             if replay_port is not None:
                 self._router = zmq.asyncio.Context.shadow(context.underlying).socket(zmq.ROUTER)
@@ -128,7 +129,8 @@ class Publisher:
             self.sequence += faults.gap
             faults.gap = 0
         sequence, self.sequence = self.sequence, self.sequence + 1
-        payload = encode_batch(self.form, events, ts=time.time() if ts is None else ts, rank=self.rank)
+        at = time.time() - faults.clock_behind_ms / 1000 if ts is None else ts
+        payload = encode_batch(self.form, events, ts=at, rank=self.rank)
         if faults.take("lose"):
             return
         if faults.take("garbage_ring"):

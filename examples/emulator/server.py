@@ -34,7 +34,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Everything that the command line sets. Ports: 0 = a free one; replay_port None = no replay socket."""
+    """Everything that the command line sets. Ports: 0 = a free one; None = no such socket."""
 
     name: str
     model: str
@@ -42,7 +42,7 @@ class ServerConfig:
     form: WireForm
     host: str = "127.0.0.1"
     port: int = 0
-    events_port: int = 0
+    events_port: int | None = 0
     events_connect: str | None = None
     replay_port: int | None = 0
     topic: str = ""
@@ -122,11 +122,11 @@ class Server:
                     publishers.append(self._publisher(rank))
                     base, replay = config.events_port, config.replay_port
                     if rank:
-                        base, replay = publishers[0].port or 0, publishers[0].replay_port
+                        base, replay = publishers[0].port, publishers[0].replay_port
                     publishers[rank].start(
                         self._context,
                         host=config.host,
-                        port=base + rank,
+                        port=None if base is None else base + rank,
                         replay_port=None if replay is None else replay + rank,
                         connect=config.events_connect,
                     )
@@ -162,7 +162,7 @@ class Server:
             "url": f"http://{host}:{self.port}",
             "events_ports": events,
             "replay_ports": replays if config.replay_port is not None else None,
-            "events_endpoint": config.events_connect or f"tcp://{host}:{events[0]}",
+            "events_endpoint": config.events_connect or (f"tcp://{host}:{events[0]}" if events[0] else None),
             "replay_endpoint": f"tcp://{host}:{replays[0]}" if config.replay_port is not None else None,
             "topic": config.topic,
             "wire": config.form.name,
@@ -297,11 +297,14 @@ class Server:
 
     def _usage(self, job: Job, sequences: list[Request], choices: list[Choice]) -> dict[str, Any]:
         """vLLM's count: each prompt once, all generated tokens, cached tokens of the last prompt's first choice."""
-        return api.usage(
+        counted = api.usage(
             sum(map(len, job.prompts)),
             sum(len(choice.ids) for choice in choices),
             sequences[-job.n].cached_tokens or 0,
         )
+        if self.faults.no_cached_tokens:
+            del counted["prompt_tokens_details"]
+        return counted
 
     def _pick(self, job: Job) -> Rank:
         if job.rank is not None:
@@ -332,16 +335,23 @@ class Server:
     # -- vLLM's side endpoints ----------------------------------------------------------------------------------
 
     async def _render_chat(self, request: web.Request) -> web.StreamResponse:
+        self._needs_token_api()
         return self._rendered(self.api.parse(await request.read(), request.headers, chat=True))
 
     async def _render_completion(self, request: web.Request) -> web.StreamResponse:
+        self._needs_token_api()
         return self._rendered(self.api.parse(await request.read(), request.headers, chat=False))
 
     def _rendered(self, job: Job) -> web.Response:
         rows = [{"request_id": job.identity, "token_ids": prompt, "model": job.model} for prompt in job.prompts]
         return web.json_response(rows[0] if job.chat else rows)
 
+    def _needs_token_api(self) -> None:
+        if self.faults.no_token_api:
+            raise ApiError(404, "Not Found", kind="NotFoundError")
+
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
+        self._needs_token_api()
         return web.json_response(self.api.tokenize(await request.read()))
 
     async def _reset(self, request: web.Request) -> web.StreamResponse:
