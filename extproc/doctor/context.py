@@ -179,7 +179,9 @@ class Context:
 
     async def _listen(self, pool: Pool) -> Listener:
         instances = await self.instances(pool)
-        listener = Listener(self.config, pool, instances, timeout=min(2.0, self.options.timeout))
+        listener = Listener(
+            self.config, pool, instances, timeout=min(2.0, self.options.timeout), listen=self.options.listen
+        )
         self._listeners.append(listener)
         await listener.start()
         await listener.settle(self.options.listen)

@@ -22,6 +22,7 @@ from kvindex.directory import Directory, StreamReport, make_dialect
 from kvindex.errors import KVIndexError
 from kvindex.events import BlockStored
 from kvindex.fleet import Instance, StreamEndpoint
+from kvindex.sync import SyncLimits
 from kvindex.transport import EventTransport, TransportOptions
 
 DECODED = 256
@@ -75,7 +76,9 @@ class StreamFacts:
 class Listener:
     """Of one pool. `start`, then `settle`, then `facts` as often as wanted; `close` at the end."""
 
-    def __init__(self, config: Config, pool: Pool, instances: Sequence[Instance], *, timeout: float) -> None:
+    def __init__(
+        self, config: Config, pool: Pool, instances: Sequence[Instance], *, timeout: float, listen: float
+    ) -> None:
         self._instances = [one for one in instances if one.followed and one.events]
         self._timeout = timeout
         self._pool = pool
@@ -88,6 +91,8 @@ class Listener:
             max_streams=events.max_streams,
             max_blocks=events.max_blocks_per_stream,
             max_unanchored=events.max_unanchored_blocks,
+            # a replay that brings nothing has to fail while somebody still looks
+            limits=SyncLimits(max_message_bytes=events.max_message_bytes, replay_timeout=max(0.2, listen / 2)),
         )
         self._raw: Mapping[tuple[str, int], Heard] = {
             (one.name, stream.dp_rank): Heard() for one in self._instances for stream in one.events
