@@ -79,25 +79,29 @@ class DnsSource:
     async def run(self, notify: Notify) -> None:
         from dns.exception import DNSException
 
-        least, longest = self._intervals
         failures = 0
         while True:
             try:
-                hosts, ttl, unresolved = await self._look_up()
+                hosts, ttl, unresolved = await self.look_up()
                 instances = [instance_of(host, self.template) for host in hosts]
             except (DNSException, OSError, ConfigurationError, ValueError) as error:
                 failures += 1
                 notify.problem(f"{self.name} {self.record.upper()}: {_explain(error)}; the instances found before stay")
-                wait = least * 2 ** min(failures - 1, 16)
+                wait = self._intervals[0] * 2 ** min(failures - 1, 16)
             else:
                 failures = 0
                 notify.replace(instances)
                 notify.problem(f"{self.name}: no address for {', '.join(unresolved)}" if unresolved else None)
                 notify.ready()
                 wait = ttl
-            await asyncio.sleep(min(longest, max(least, wait)))
+            await asyncio.sleep(self.pause(wait))
 
-    async def _look_up(self) -> tuple[list[Host], float, list[str]]:
+    def pause(self, seconds: float) -> float:
+        """Within the bounds."""
+        least, longest = self._intervals
+        return min(longest, max(least, seconds))
+
+    async def look_up(self) -> tuple[list[Host], float, list[str]]:
         """Hosts, seconds until the answer expires, and SRV targets without an address."""
         resolver = self._resolver()
         answer = await resolver.resolve(self.name, self.record.upper(), search=True, lifetime=self._timeout)
