@@ -375,11 +375,15 @@ class App:
                 }
                 for one in pool.instances
             ],
-            "streams": [stream_dict(report) for report in pool.directory.status()],
+            "streams": [stream_dict(report) for report in (*pool.directory.status(), *pool.directory.pool_status())],
         }
 
     def streams(self) -> list[Mapping[str, Any]]:
-        return [{"pool": pool.name, **stream_dict(report)} for pool in self.pools for report in pool.directory.status()]
+        return [
+            {"pool": pool.name, **stream_dict(report)}
+            for pool in self.pools
+            for report in (*pool.directory.status(), *pool.directory.pool_status())
+        ]
 
     def decisions(
         self, limit: int, pool: str | None, reason: str | None, request_id: str | None

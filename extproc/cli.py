@@ -109,9 +109,15 @@ def check(config_path: Path, as_json: bool) -> None:
                             "replay": stream.replay,
                             "topic": stream.topic,
                             "dialect": stream.dialect,
+                            "medium": stream.medium or None,
                         }
                         for one in instances
                         for stream in one.events
+                    ],
+                    "publishers": [
+                        {"pool": pool.name, **publisher.model_dump()}
+                        for pool in config.pools
+                        for publisher in pool.publishers
                     ],
                 }
             )
@@ -131,9 +137,17 @@ def check(config_path: Path, as_json: bool) -> None:
                 replay = (
                     f"replay {stream.replay}" if stream.replay else "no replay: older blocks stay unknown after a start"
                 )
+                if stream.pushed:
+                    click.echo(f"    rank {stream.dp_rank}  events are pushed to the admin port")
+                    continue
+                if stream.medium:
+                    replay = f"{stream.medium} of a store"
                 click.echo(f"    rank {stream.dp_rank}  events {stream.events}  topic {stream.topic!r}  {replay}")
             if not one.events:
                 click.echo("    no events endpoint: routed by load alone")
+        for publisher in pool.publishers:
+            members = ", ".join(publisher.members) or "all instances"
+            click.echo(f"  publisher {publisher.name}  events {publisher.events}  {publisher.medium} of {members}")
         if not mine:
             click.echo("  no static instances")
 

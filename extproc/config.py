@@ -31,6 +31,7 @@ from extproc.decision import PROFILES, Profile
 from extproc.discovery_config import DiscoveryConfig
 from extproc.instances import InstanceConfig as InstanceConfig
 from extproc.instances import PoolFacts
+from extproc.publishers import PublisherConfig
 from extproc.scorers import build as build_scorer
 
 DEFAULT_PREFILL_HEADER = "x-prefiller-host-port"
@@ -274,6 +275,7 @@ class Pool(Node):
     liveness: LivenessConfig | None = LivenessConfig()
     max_endpoints: int = Field(3, ge=1, le=64)
     instances: tuple[InstanceConfig, ...] = ()
+    publishers: tuple[PublisherConfig, ...] = ()
     discovery: tuple[DiscoveryConfig, ...] = ()
     endpoints_file: EndpointsFileConfig | None = None
 
@@ -287,6 +289,12 @@ class Pool(Node):
     def _consistent(self) -> Pool:
         _unique((item.name for item in self.instances), "instances", "name")
         _unique((item.address for item in self.instances), "instances", "address")
+        _unique((item.name for item in self.publishers), "publishers", "name")
+        _unique((item.events for item in self.publishers), "publishers", "events endpoint")
+        for publisher in self.publishers:
+            unknown = set(publisher.members) - {item.name for item in self.instances}
+            if unknown and not self.discovery:
+                raise ValueError(f"publisher {publisher.name!r}: no instance has the name {', '.join(sorted(unknown))}")
         _unique(self.models + self.adapters, "models and adapters", "model name")
         for item in self.instances:
             if self.recovery in ("history", "snapshot") and item.events and not item.replay:
@@ -365,6 +373,11 @@ def load(path: Path) -> Config:
 
 def parse(text: str, name: str = "<config>") -> Config:
     """As `load`, from text; `name` is how messages call the file."""
+    return parse_as(Config, text, name, needs="pools")
+
+
+def parse_as(kind: type[Tree], text: str, name: str, *, needs: str) -> Tree:
+    """The checked tree of a YAML text of any kind; `needs` is its one required key. Raises ConfigError as `load` does."""
     try:
         node = yaml.compose(text, Loader=_StrictLoader)
         tree = yaml.load(text, Loader=_StrictLoader)  # a SafeLoader subclass
@@ -377,7 +390,7 @@ def parse(text: str, name: str = "<config>") -> Config:
     except ValueError as error:  # a number of thousands of digits, an impossible date
         raise ConfigError(f"{name}: not valid YAML: {error}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{name}: must be a mapping with at least the key 'pools'; the file holds {_short(tree)}")
+        raise ConfigError(f"{name}: must be a mapping with at least the key '{needs}'; the file holds {_short(tree)}")
     try:
         plain = _tuples(tree)
     except RecursionError:
@@ -387,7 +400,7 @@ def parse(text: str, name: str = "<config>") -> Config:
             f"{name}: a text holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
         ) from None
     try:
-        return Config.model_validate(plain)
+        return kind.model_validate(plain)
     except ValidationError as error:
         # pydantic counts items with errors as missing: that a list is too short then is no mistake of its own
         found = [item for item in error.errors() if not (item["type"] == "too_short" and item["input"])]

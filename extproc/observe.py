@@ -106,7 +106,7 @@ def add_families(metrics: Metrics, pools: Sequence[Pool], *, clock: Callable[[],
         reports[:] = (
             ((pool.name, report.instance, str(report.dp_rank)), report)
             for pool in pools
-            for report in pool.directory.status()
+            for report in (*pool.directory.status(), *pool.directory.pool_status())
         )
 
     metrics.before(take_reports)

@@ -23,7 +23,7 @@ from extproc.scorers.base import Request
 from extproc.shedding import Shedding
 from extproc.speculative import Approximate, Speculation
 from kvindex.directory import Directory, Match
-from kvindex.fleet import Fleet, FleetChange, Instance, InstanceState
+from kvindex.fleet import Fleet, FleetChange, Instance, InstanceState, PoolPublisher
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ class Pool:
         liveness: Liveness | None = None,
         overrides: Overrides | None = None,
         session_header: str | None = None,
+        publishers: tuple[PoolPublisher, ...] = (),
     ) -> None:
         self.name = name
         self.models = tuple(models)
@@ -96,6 +97,7 @@ class Pool:
         self.shedding = shedding
         self.liveness = liveness
         self.session_header = session_header
+        self._publishers = publishers
         self._load_path = load_path
         self._overrides = overrides or Overrides()
         self._fleet = fleet
@@ -116,6 +118,7 @@ class Pool:
             self._stop_directory = before._stop_directory
         else:
             self._stop_directory = self.directory.attach(self._fleet)
+        self.directory.set_publishers(self._publishers, source="configuration")
         if isinstance(self.source, PrometheusPoller):
             self.source.on_poll = self._polled
         self._refresh()

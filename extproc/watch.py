@@ -65,5 +65,9 @@ async def watch(pools: Sequence[Pool], interval: float = INTERVAL) -> None:
     """Looks for ever; cancel it to end."""
     lines = StreamLog()
     while True:
-        lines.look((pool.name, report) for pool in pools for report in pool.directory.status())
+        lines.look(
+            (pool.name, report)
+            for pool in pools
+            for report in (*pool.directory.status(), *pool.directory.pool_status())
+        )
         await asyncio.sleep(interval)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -37,6 +37,9 @@ class Driver:
 
     def resync(self, stream: Stream) -> None: ...
     def rebuild(self, stream: Stream) -> None: ...
+
+    def post(self, work: Callable[[], None]) -> None:
+        work()
 
 
 def engine(name: str, *, pool: str = "qwen", ranks: int = 1, dialect: str = "vllm", **more: Any) -> Instance:
