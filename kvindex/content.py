@@ -26,7 +26,7 @@ from kvindex.errors import CapacityExceeded
 from kvindex.events import BlockRemoved, BlockStored, EngineHash, Outcome, Tier
 from kvindex.hashing import content_key, content_keys
 from kvindex.rows import BUCKET, Buckets, Rows
-from kvindex.shards import CUT, drain, low_byte, low_bytes
+from kvindex.shards import CUT, Parts, drain, low_byte, low_bytes
 from kvindex.unanchored import Unanchored
 
 _CHUNK: Final = 64  # blocks between two calls of `pace`
@@ -74,7 +74,7 @@ class Content:
         self._bits = tuple(1 << 3 * slot + tier for tier in Tier)
         self.anchored: list[EngineHash] | None = None  # hashes mapped after they were announced, where anybody asks
         self.unanchored = Unanchored()
-        self._shared: dict[int, int] = {}
+        self._shared: Parts[int] = Parts()
         self._reset()
 
     def _reset(self) -> None:
@@ -131,6 +131,15 @@ class Content:
                 if index % _CHUNK == 0:
                     self._pace()
             setattr(self, name, parts)
+
+    def _shrink(self) -> None:
+        """Nothing is known any more: back to one shard. Emptied dicts keep their tables, so these go."""
+        for table in (self.shards, self.odd):
+            for number in range(len(table)):
+                table[number] = {}
+                self._pace()
+        self._mask = 0
+        self.shards, self.odd = [{}], [{}]
 
     # ---- events -------------------------------------------------------------------------------------------------
 
@@ -348,6 +357,8 @@ class Content:
                 row = shards[number].get(hash_)
                 if row is not None:
                     self._take(hash_, number, row, place)
+        if not self.known:
+            self._shrink()
         return Outcome.OK
 
     def _remove_last(self, hashes: list[EngineHash], numbers: bytes) -> bool:
@@ -410,8 +421,7 @@ class Content:
             self.odd[number] = {}
         self._rows.sweep(buckets, self._bits[0] | self._bits[1] | self._bits[2], pace)
         self.unanchored.drain(pace)
-        drain(self._shared, pace)
-        self._shared = {}
+        self._shared.drain(pace)
         self._reset()
 
     # ---- copies -------------------------------------------------------------------------------------------------
@@ -509,7 +519,7 @@ class Content:
         if more > 1:
             self._shared[name] = more - 1
         elif more:
-            del self._shared[name]
+            self._shared.pop(name)
         return not more
 
     def _lose(self, row: int, tier: int) -> None:
@@ -576,7 +586,8 @@ class Content:
         assert (known, unmapped) == (self.known, self.unmapped), "counters are off"
         assert known <= self.max_blocks, "over max_blocks"
         assert len(self.unanchored) <= self.max_unanchored, "over max_unanchored"
-        assert self._shared == {name: count - 1 for name, count in holders.items() if count > 1}, "shared rows are off"
+        shared = {name: count - 1 for name, count in holders.items() if count > 1}
+        assert dict(self._shared.items()) == shared, "shared rows are off"
         for tier in Tier:
             assert self.counts[tier] == sum(name & 3 == tier for name in holders), f"{tier.name} count is off"
         for name in holders:

@@ -122,7 +122,7 @@ def tokens_of(value: list[Any]) -> bytes:
 
 
 def _has_0_or_1(packed: bytes) -> bool:
-    """Is there a word of 0 or 1? True by chance, too, for rare neighbours such as 40, 65536 (a search knows no words)."""
+    """Is there a word of 0 or 1? Rare neighbours such as 40, 65536 look like one, too: a search knows no words."""
     return b"\0\0\0" in packed and (b"\0\0\0\0" in packed or b"\1\0\0\0" in packed)
 
 

@@ -517,9 +517,9 @@ def footprint(index: PrefixIndex) -> int:
         tables += [
             *content.shards,
             *content.odd,
-            content.unanchored.blocks,
-            content.unanchored._children,
-            content._shared,
+            *content.unanchored.blocks.parts,
+            *content.unanchored._children.parts,
+            *content._shared.parts,
         ]
     return sum(map(sys.getsizeof, tables))
 
@@ -564,7 +564,8 @@ def test_close_gives_memory_back() -> None:
 
 
 def test_no_garbage_collected_object_a_block() -> None:
-    """Not even for copies, shared contents, un-anchored and remembered blocks, once the collector has run."""
+    """Not even for copies, shared contents, un-anchored and remembered blocks, once the collector has run. What may be
+    tracked are the parts of a cut dict, 256 of each of the three."""
     _index, view = opened()
     gc.collect()
     before = len(gc.get_objects())
@@ -578,7 +579,7 @@ def test_no_garbage_collected_object_a_block() -> None:
     view.apply(copied([hash_ + 2**42 for hash_ in hashes]))
     gc.collect()
     gc.collect()
-    assert len(gc.get_objects()) - before < 200
+    assert len(gc.get_objects()) - before < 3 * 256 + 200 < 3_000
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 from kvindex import content as content_module
 from kvindex import rows as rows_module
 from kvindex import shards as shards_module
+from kvindex import unanchored as unanchored_module
 from kvindex.errors import CapacityExceeded
 from kvindex.index import PrefixIndex, StreamView, TierBlocks, Walk
 from kvindex.walk import credit
@@ -31,6 +32,8 @@ def _small_inside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         for name, value in (("_CHUNK", 2), ("BUCKET", 1), ("_SPLIT", 4)):
             monkeypatch.setattr(content_module, name, value)
         monkeypatch.setattr(shards_module, "_SMALL", 3)
+        for module in (shards_module, unanchored_module):
+            monkeypatch.setattr(module, "WHOLE", 2)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
