@@ -158,6 +158,7 @@ def _problem(value: Any, schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return "" if value in schema["enum"] else f"must be one of {', '.join(schema['enum'])}"
     if schema["type"] == "integer":
-        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        return "" if whole else "must be a whole number of at least 0"
+        # JSON has one kind of number: 1.0 is a whole one
+        whole = value.is_integer() if isinstance(value, float) else isinstance(value, int)
+        return "" if whole and not isinstance(value, bool) and value >= 0 else "must be a whole number of at least 0"
     return "" if isinstance(value, str) else "must be a text"

@@ -34,7 +34,7 @@ def rewrite(stack: Stack, change: Any) -> None:
 
 def connections(stack: Stack) -> dict[str, float]:
     return {
-        name.partition('instance="')[2].partition('"')[0]: value
+        name.partition('engine="')[2].partition('"')[0]: value
         for name, value in stack.kvcar.metrics().items()
         if name.startswith("kvcar_stream_batches")
     }

@@ -1,0 +1,274 @@
+"""Pools, configuration, actions and the description of the admin port, over pools without sockets."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import ssl
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from examples.local.stack import TOKENIZER
+from extproc.admin.actions import Actions
+from extproc.admin.pages import Pages
+from extproc.admin.query import Queries
+from extproc.admin.server import AdminServer, make_app, tls_context
+from extproc.config import Config, parse
+from extproc.metrics import Metrics
+from extproc.overrides import Overrides
+from kvindex.directory import Stream
+from kvindex.fleet import InstanceState
+from tests.extproc.pool_model import Driver, engine, make_pool
+from tests.extproc.test_admin_query import DOCS
+from tests.extproc.test_server_life import TLS
+
+CONFIG = f"""
+admin: {{token: a-long-secret}}
+pools:
+- name: qwen
+  models: [qwen3-8b]
+  adapters: [ada]
+  tokenizer: {TOKENIZER}
+  scorer: {{name: car, lambda: 0.75}}
+  max_model_len: 4096
+"""
+Client = TestClient[web.Request, web.Application]
+
+
+class Source:
+    """A kvcar of one pool with two engines, the second of two ranks."""
+
+    def __init__(self) -> None:
+        self.config: Config = parse(CONFIG)
+        self.overrides = Overrides()
+        pool = make_pool(engine("engine-a"), engine("engine-b", ranks=2), overrides=self.overrides)
+        self.pools = [pool]
+
+    def readiness(self) -> tuple[bool, Mapping[str, Any]]:
+        return True, {"pools": {}}
+
+    def status(self) -> Mapping[str, Any]:
+        return {"pools": []}
+
+    def streams(self) -> list[Mapping[str, Any]]:
+        return []
+
+    def decisions(self, *_: Any) -> list[Any]:
+        return []
+
+    def metrics(self, accept: str) -> tuple[bytes, str]:
+        return Metrics("1").render(accept)
+
+
+@pytest.fixture
+def source() -> Source:
+    return Source()
+
+
+@pytest.fixture
+async def client(source: Source) -> AsyncIterator[Client]:
+    async with TestClient(TestServer(make_app(source))) as http:
+        yield http
+
+
+async def act(client: Client, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+    answer = await client.post(path, json=body, headers=headers)
+    return answer.status, await answer.json()
+
+
+async def test_a_drained_instance_gets_nothing_new_and_stays_so(client: Client, source: Source) -> None:
+    pool, fleet = source.pools[0], source.pools[0]._fleet
+    status, told = await act(client, "/instances/drain", {"instance": "engine-a"})
+    assert (status, told) == (200, {"instance": "engine-a", "changed": True, "state": "draining", "in_flight": 0})
+    assert [str(one.state) for one in pool.instances] == ["draining", "active"]
+    followed = {stream.instance for stream in pool.directory.status()}
+    assert followed == {"engine-a", "engine-b"}, "its streams are kept"
+    for again in (engine("engine-a", model="other"), engine("engine-a", incarnation="restarted")):
+        fleet.upsert(again)  # discovery refreshes it, then finds it restarted
+        assert str(pool.by_name["engine-a"].state) == "draining"
+    fleet.upsert(engine("engine-a", state=InstanceState.SUSPECT))
+    assert str(pool.by_name["engine-a"].state) == "suspect", "one that does not answer is no better for being drained"
+    fleet.upsert(engine("engine-a"))
+    assert (await act(client, "/instances/drain", {"instance": "engine-a"}))[1]["changed"] is False
+    assert (await act(client, "/instances/undrain", {"instance": "engine-a"}))[1]["state"] == "active"
+    assert str(pool.by_name["engine-a"].state) == "active"
+    assert source.overrides.drained == frozenset()
+
+
+async def test_a_drained_instance_that_left_can_be_let_go(client: Client, source: Source) -> None:
+    await act(client, "/instances/drain", {"instance": "engine-a"})
+    source.pools[0]._fleet.remove("engine-a")
+    told = (await act(client, "/instances/undrain", {"instance": "engine-a"}))[1]
+    assert (told["changed"], told["state"]) == (True, "gone")
+    assert (await act(client, "/instances/undrain", {"instance": "engine-a"}))[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("action", "body", "status", "streams"),
+    [
+        ("resync", {"instance": "engine-b"}, 200, ["engine-b/0", "engine-b/1"]),
+        ("resync", {"instance": "engine-b", "dp_rank": 1}, 200, ["engine-b/1"]),
+        ("rebuild", {"instance": "engine-a", "dp_rank": 0}, 200, ["engine-a/0"]),
+        ("rebuild", {"instance": "engine-a", "dp_rank": 1}, 404, []),
+        ("rebuild", {"instance": "engine-z"}, 404, []),
+        ("resync", {}, 400, []),
+        ("resync", {"instance": 5}, 400, []),
+        ("resync", {"instance": "engine-b", "dp_rank": "1"}, 400, []),
+        ("resync", {"instance": "engine-b", "dp_rank": True}, 400, []),
+        ("resync", {"instance": "engine-b", "dp_rank": -1}, 400, []),
+        ("resync", {"instance": "engine-b", "rank": 1}, 400, []),  # a slip must not mean "all of them"
+        ("resync", ["engine-b"], 400, []),
+    ],
+)
+async def test_streams(
+    client: Client, monkeypatch: pytest.MonkeyPatch, action: str, body: Any, status: int, streams: list[str]
+) -> None:
+    asked: list[str] = []
+
+    def ask(_driver: Driver, stream: Stream) -> None:
+        asked.append(stream.name)
+
+    monkeypatch.setattr(Driver, action, ask)
+    got, told = await act(client, f"/streams/{action}", body)
+    assert (got, asked) == (status, streams)
+    assert told == {"instance": body["instance"], "streams": len(streams)} if status == 200 else "error" in told
+
+
+@pytest.fixture
+def quiet() -> Iterator[logging.Logger]:
+    """The root logger at level info, restored afterwards."""
+    root = logging.getLogger()
+    before = root.level
+    root.setLevel(logging.INFO)
+    yield root
+    root.setLevel(before)
+
+
+async def test_log_level(client: Client, quiet: logging.Logger) -> None:
+    assert await act(client, "/log-level", {"level": "debug"}) == (200, {"level": "debug", "before": "info"})
+    assert quiet.level == logging.DEBUG
+    assert await (await client.get("/log-level")).json() == {"level": "debug"}
+    assert (await act(client, "/log-level", {"level": "loud"}))[0] == 400
+
+
+async def test_every_action_is_logged_with_who(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    await act(client, "/instances/drain", {"instance": "engine-a"})
+    await act(client, "/instances/drain", {"instance": "engine-z\nINFO all is well"})
+    done, refused = [record.getMessage() for record in caplog.records if record.name == "extproc.admin.actions"]
+    assert done.startswith("admin action /instances/drain {'instance': 'engine-a'} of 127.0.0.1: ")
+    assert "refused" in refused
+    assert "\n" not in refused
+
+
+async def test_bodies_and_origins_of_actions(source: Source) -> None:
+    async with TestClient(TestServer(make_app(source))) as http:
+        path, good = "/instances/drain", b'{"instance": "engine-a"}'
+        for data, headers, status in (
+            (good, {"Content-Type": "text/plain"}, 415),
+            (good, {"Content-Type": "application/json", "Origin": "https://evil.example"}, 403),
+            (good, {"Content-Type": "application/json", "Host": "evil.example"}, 403),
+            (b"{", {"Content-Type": "application/json"}, 400),
+            (b"[" * 50_000, {"Content-Type": "application/json"}, 400),
+            (b'{"instance": "' + b"x" * (64 << 10) + b'"}', {"Content-Type": "application/json"}, 400),
+        ):
+            answer = await http.post(path, data=data, headers=headers)
+            assert (answer.status, set(await answer.json())) == (status, {"error"})
+        assert source.overrides.drained == frozenset()
+    async with TestClient(TestServer(make_app(source, token="a-long-secret"))) as http:
+        assert (await act(http, path, {"instance": "engine-a"}))[0] == 401
+        assert (await act(http, path, {"instance": "engine-a"}, **{"X-Internal-Token": "a-long-secret"}))[0] == 200
+
+
+async def test_pools(client: Client) -> None:
+    (pool,) = (await (await client.get("/pools")).json())["pools"]
+    assert pool["models"] == ["qwen3-8b", "ada"]
+    assert pool["scorer"] == {"name": "car", "parameters": {"lambda": 0.75}}
+    assert (pool["block_size"], pool["hash_seed"]) == (4, 1024)
+    assert pool["tokenizer"]["loaded"] is True
+    assert pool["limits"]["max_model_len"] == 4096
+    assert [one["name"] for one in pool["instances"]] == ["engine-a", "engine-b"]
+
+
+async def test_a_pool_that_no_file_describes(client: Client, source: Source) -> None:
+    """Between a reload and the next request."""
+    source.config = parse(CONFIG.replace("name: qwen", "name: other"))
+    (pool,) = (await (await client.get("/pools")).json())["pools"]
+    assert (pool["name"], pool["scorer"]["name"]) == ("qwen", "car")
+
+
+async def test_configuration_without_secrets(client: Client) -> None:
+    answer = await client.get("/config")
+    text = await answer.text()
+    assert "a-long-secret" not in text
+    assert (await answer.json())["config"]["admin"]["token"] == "***"
+    assert (await answer.json())["config"]["pools"][0]["scorer"]["lambda"] == 0.75
+
+
+async def test_index_makes_room(source: Source) -> None:
+    async def page(_request: web.Request) -> web.StreamResponse:
+        return web.Response(text="a page")
+
+    async with TestClient(TestServer(make_app(source))) as http:
+        assert "GET /streams" in await (await http.get("/")).json()
+    async with TestClient(TestServer(make_app(source, more=[web.get("/", page)]))) as http:
+        assert await (await http.get("/")).text() == "a page"
+
+
+async def test_the_description_and_the_routes_are_the_same(source: Source) -> None:
+    app = make_app(source, token="a-long-secret", more=Queries(source.pools).routes())
+    routes = {(route.method.lower(), route.resource.canonical) for route in app.router.routes() if route.resource}
+    async with TestClient(TestServer(app)) as http:
+        told = await (await http.get("/openapi.json", headers={"X-Internal-Token": "a-long-secret"})).json()
+    described = {(method, path) for path, methods in told["paths"].items() for method in methods}
+    assert {route for route in routes if route[0] != "head"} == described
+    assert told["openapi"] == "3.1.0"
+    for path, methods in told["paths"].items():
+        for method, operation in methods.items():
+            assert ("401" in operation["responses"]) == (path not in ("/healthz", "/readyz", "/metrics")), path
+            assert ("requestBody" in operation) == (method == "post"), path
+    used = {word for word in str(told).split("'") if word.startswith("#/components/schemas/")}
+    assert {word.rpartition("/")[2] for word in used} <= set(told["components"]["schemas"])
+
+
+def test_every_endpoint_is_on_the_page(source: Source) -> None:
+    for one in [*Pages(source).endpoints(), *Actions(source).endpoints(), *Queries(source.pools).routes()]:
+        assert f"`{one.method} {one.path}`" in DOCS, f"docs/admin-api.md: {one.method} {one.path}"
+
+
+EXAMPLES = re.findall(r"^\$ curl -s 127\.0\.0\.1:9003(\S+) --json ('.*')\n(.*)$", DOCS, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("quiet")
+async def test_examples_of_the_page(client: Client) -> None:
+    assert len(EXAMPLES) >= 7
+    for path, body, answer in EXAMPLES:
+        status, _, text = answer.partition(" ") if answer[:3].isdigit() else ("200", "", answer)
+        assert await act(client, path, json.loads(body.strip("'"))) == (int(status), json.loads(text))
+
+
+@pytest.mark.parametrize("mutual", [False, True])
+async def test_tls(source: Source, mutual: bool) -> None:
+    context = tls_context(str(TLS / "server.pem"), str(TLS / "server.key"), str(TLS / "ca.pem") if mutual else None)
+    server = AdminServer(make_app(source), "127.0.0.1", 0, tls=context)
+    port = await server.start()
+    try:
+        trust = ssl.create_default_context(cafile=str(TLS / "ca.pem"))
+        async with aiohttp.ClientSession() as http:
+            if mutual:
+                with pytest.raises((aiohttp.ClientError, OSError)):
+                    async with http.get(f"https://127.0.0.1:{port}/healthz", ssl=trust) as answer:
+                        await answer.read()
+                trust.load_cert_chain(TLS / "client.pem", TLS / "client.key")
+            async with http.get(f"https://127.0.0.1:{port}/healthz", ssl=trust) as answer:
+                assert await answer.text() == "ok\n"
+            with pytest.raises(aiohttp.ClientError):
+                async with http.get(f"http://127.0.0.1:{port}/healthz") as answer:
+                    await answer.read()
+    finally:
+        await server.stop()
