@@ -11,7 +11,7 @@ import ipaddress
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
@@ -33,6 +33,8 @@ from extproc.instances import InstanceConfig as InstanceConfig
 from extproc.instances import PoolFacts
 from extproc.publishers import PublisherConfig
 from extproc.scorers import build as build_scorer
+
+Tree = TypeVar("Tree", bound=BaseModel)
 
 DEFAULT_PREFILL_HEADER = "x-prefiller-host-port"
 
@@ -377,7 +379,7 @@ def parse(text: str, name: str = "<config>") -> Config:
 
 
 def parse_as(kind: type[Tree], text: str, name: str, *, needs: str) -> Tree:
-    """The checked tree of a YAML text of any kind; `needs` is its one required key. Raises ConfigError as `load` does."""
+    """The checked tree of any kind from YAML text; `needs` is its required key. Raises ConfigError as `load` does."""
     try:
         node = yaml.compose(text, Loader=_StrictLoader)
         tree = yaml.load(text, Loader=_StrictLoader)  # a SafeLoader subclass

@@ -59,7 +59,7 @@ class FileSource:
     def _tell(self, content: bytes, notify: Notify) -> None:
         try:
             if not content.strip():
-                raise ConfigurationError("it is empty; an empty list is written []")
+                raise ConfigurationError("it is empty")
             instances = self._parse(content.decode("utf-8"))
             check_instances(list(instances))
         except UnicodeDecodeError:

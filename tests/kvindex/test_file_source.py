@@ -79,7 +79,7 @@ async def test_changes_are_seen(tmp_path: Path, change: Any) -> None:
 
 BAD: list[tuple[str, bytes | None, str]] = [
     ("gone", None, "No such file"),
-    ("empty, as in the middle of writing", b"", "an empty list is written []"),
+    ("empty, as in the middle of writing", b"", "it is empty"),
     ("wrong", b"a", "a name and an address"),
     ("no text", b"\xff\xfe", "not UTF-8"),
     ("a name twice", f"{A}\n{A}".encode(), "listed twice"),
