@@ -17,7 +17,7 @@ from extproc import __version__
 from extproc.admin.query import Queries
 from extproc.admin.server import AdminServer, make_app, tls_context
 from extproc.aibrix_metrics import add_aibrix
-from extproc.assembly import Assembly, Built, instances_of
+from extproc.assembly import Assembly, Built, instances_of, same_bounds
 from extproc.config import Config, ConfigError, EndpointsFileConfig, pair_headers
 from extproc.dashboard import Dashboard
 from extproc.decider import PoolDecider
@@ -271,7 +271,7 @@ class App:
             old = before.get(given.name)
             if old is not None and old.given == given:
                 built[given.name] = old
-            elif old is not None and replace_instances(old.given, given) == given:
+            elif old is not None and replace_instances(old.given, given) == given and same_bounds(old.given, given):
                 built[given.name] = Built(given, old.pool)
             else:
                 built[given.name] = await asyncio.to_thread(self._assembly.make, given, old)

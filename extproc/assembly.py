@@ -7,7 +7,8 @@ pools[*] of the file --make()--> Pool = tokenizer + directory + router + loads +
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,35 @@ def check_files(config: Config, name: str = "config") -> None:
             raise ConfigError(f"{where}.endpoints_file.path: the folder {str(folder)!r} does not exist: make it first")
         if pool.chat_template and not Path(pool.chat_template).is_file():
             raise ConfigError(f"{where}.chat_template: {pool.chat_template!r} is no readable file")
+        for number, source in enumerate(pool.discovery):
+            try:
+                source.check(pool.facts)
+                for key, value in source.bounds().items():
+                    if getattr(pool, key, "auto") not in ("auto", value):
+                        raise ConfigurationError(
+                            f"it says {key} {value}, the pool {getattr(pool, key)}: write one value"
+                        )
+            except ConfigurationError as error:
+                raise ConfigError(f"{where}.discovery[{number}]: {error}") from None
+
+
+def bounds_of(pool: PoolConfig) -> dict[str, int]:
+    """Keys of `events`, block_size and hash_seed that the pool's sources bring along; the later source wins."""
+    return {key: value for source in pool.discovery for key, value in source.bounds().items()}
+
+
+def same_bounds(one: PoolConfig, other: PoolConfig) -> bool:
+    return bounds_of(one) == bounds_of(other)
+
+
+def bounded(limits: SyncLimits, bounds: Mapping[str, int]) -> SyncLimits:
+    """`limits` with those of `bounds` in their place."""
+    changes: dict[str, Any] = {
+        key.removesuffix("_ms"): value / 1000 if key.endswith("_ms") else value
+        for key, value in bounds.items()
+        if hasattr(limits, key.removesuffix("_ms"))
+    }
+    return replace(limits, **changes)
 
 
 @dataclass(slots=True)
@@ -133,7 +163,9 @@ class Assembly:
                 given.name,
                 (*given.models, *given.adapters),
                 prompter=old.prompter if old and same_prompter else self._prompter(given, options),
-                directory=old.directory if old and kept("block_size", "hash_seed") else self._directory(given),
+                directory=old.directory
+                if old and was and kept("block_size", "hash_seed") and same_bounds(was, given)
+                else self._directory(given),
                 fleet=self._fleet,
                 router=self._router(given, given.scorer.name, given.scorer.parameters),
                 scorer_name=given.scorer.name,
@@ -148,6 +180,7 @@ class Assembly:
                 liveness=old.liveness if old and kept("liveness") else _liveness(given),
                 overrides=self._overrides,
                 session_header=given.sessions.header if given.sessions else None,
+                publishers=tuple(one.publisher for one in given.publishers),
             ),
         )
 
@@ -157,16 +190,16 @@ class Assembly:
         return Prompter.load(options, strict=False, remote=remote)
 
     def _directory(self, given: PoolConfig) -> Directory:
-        events = self._config.events
+        events, bounds = self._config.events, bounds_of(given)
         return Directory(
             self._transport,
             pool=given.name,
-            block_size=None if given.block_size == "auto" else given.block_size,
+            block_size=bounds.get("block_size") if given.block_size == "auto" else given.block_size,
             seed=given.hash_seed,
-            max_streams=events.max_streams,
-            max_blocks=events.max_blocks_per_stream,
+            max_streams=bounds.get("max_streams", events.max_streams),
+            max_blocks=bounds.get("max_blocks_per_stream", events.max_blocks_per_stream),
             max_unanchored=events.max_unanchored_blocks,
-            limits=self._limits,
+            limits=bounded(self._limits, bounds),
         )
 
     def _router(self, given: PoolConfig, scorer_name: str, parameters: dict[str, Any]) -> Router:
