@@ -39,6 +39,7 @@ from kvindex.content import Content
 from kvindex.errors import CapacityExceeded, KVIndexError
 from kvindex.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, Outcome, Tier
 from kvindex.hashing import DEFAULT_SEED
+from kvindex.rolling import RollingNames
 from kvindex.rows import Rows, Run
 from kvindex.walk import TierBlocks, Walk, credit
 
@@ -159,6 +160,14 @@ class PrefixIndex:
         self._slots: list[bool] = []  # in use?
         self._views: list[StreamView] = []  # open ones, shadows left out
         self._exposure = _Exposure({})
+        self.names: RollingNames | None = None
+        """Blocks by rolling hash, once `keep_names` was called."""
+
+    def keep_names(self) -> None:
+        """Remember the rolling hash of every block that is stored from now on: about 300 bytes and 1 us a block."""
+        if self.names is None:
+            rows = self._rows
+            self.names = RollingNames(self.seed, keys=rows.keys, block_count=lambda: rows.in_use, pace=self._pace)
 
     def open(
         self,
@@ -365,34 +374,41 @@ class StreamView:
         Raises CapacityExceeded when a bound of the stream would be broken: the event may then be applied in part, so
         drop the content (`clear`). Nothing else an event can say raises.
         """
-        self._usable()
-        kind = type(event)
-        if kind is BlockStored:
-            assert isinstance(event, BlockStored)
-            hashes, size = event.hashes, event.block_size
-            if event.tokens:
+        if self.closed:
+            self._usable()
+        if isinstance(event, BlockStored):
+            hashes, _, tokens, size, *_ = event
+            if tokens:
                 index = self._index
+                fits = len(tokens) == 4 * size * len(hashes)
                 if size != index.block_size:
                     if index.block_size is not None or size < 1:
                         return Outcome.BLOCK_SIZE
-                    if len(event.tokens) == 4 * size * len(hashes):
+                    if fits:
                         index.block_size = size
-                if len(event.tokens) != 4 * size * len(hashes):
+                if not fits:
                     return Outcome.TOKEN_COUNT
             if not hashes:
                 return Outcome.OK
             outcome = self._content.store(event)
-            if self._pupils and event.tokens:
+            if tokens and self._pupils:
                 self._explain(hashes)
+            if tokens and self._index.names is not None:
+                self._name(event)
             return outcome
-        if kind is BlockRemoved:
-            assert isinstance(event, BlockRemoved)
+        if isinstance(event, BlockRemoved):
             return self._content.remove(event)
-        if kind is AllBlocksCleared:
-            assert isinstance(event, AllBlocksCleared)
+        if isinstance(event, AllBlocksCleared):
             self._clear(event.tiers)
             return Outcome.OK
         return Outcome.SKIPPED
+
+    def _name(self, event: BlockStored) -> None:
+        assert self._index.names is not None
+        parent = [] if event.parent is None else [event.parent]
+        rows = [row for _, row in self._content.rows_of([*parent, *event.hashes])]
+        first = len(parent)
+        self._index.names.learn(event, rows[0] if parent else 0, rows[first:])
 
     def clear(self) -> None:
         """Drop everything of the stream; readers see it empty from the start. O(known hashes), paced."""

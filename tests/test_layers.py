@@ -63,7 +63,7 @@ IMPURE = {"socket", "threading", "asyncio", "time", "selectors", "subprocess", "
 # package-internal order of kvindex, lowest first: a module imports only lower ones
 KVINDEX_ORDER = [
     {"errors", "events", "hashing", "endpoints", "pacer", "walk", "durations"},
-    {"rows", "shards", "unanchored", "content", "dialects", "fleet"},
+    {"rows", "rolling", "shards", "unanchored", "content", "dialects", "fleet"},
     {"index", "states"},
     {"feed", "match", "pools"},
     {"machine", "pushes"},

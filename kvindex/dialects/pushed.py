@@ -17,7 +17,8 @@ from kvindex.dialects.base import DialectOptions
 from kvindex.dialects.fields import Malformed, hash_from_text, parent_of, typename
 from kvindex.dialects.mooncake import NAMES, Mooncake
 from kvindex.errors import DecodeError
-from kvindex.events import EngineHash, Event, Skipped
+from kvindex.events import BlockStored, EngineHash, Event, Skipped
+from kvindex.rolling import HASHED, stand_in
 
 
 class PushedEvent(NamedTuple):
@@ -100,9 +101,17 @@ class PushDecoder:
             parent = parent_of(hash_from_text(parent) if isinstance(parent, str) else parent)
         except Malformed as error:
             return PushedEvent(dp_rank, event_id, Skipped("malformed", str(error), True), takes_away=takes_away)
-        event = self._dialect.event(flat)
+        event = _by_hash(self._dialect.event(flat), tokens_hashes, parent, size)
         lost = isinstance(event, Skipped) and event.lost
         return PushedEvent(dp_rank, event_id, event, tokens_hashes, parent, takes_away and lost)
+
+
+def _by_hash(event: Event, tokens_hashes: tuple[int, ...], parent: EngineHash | None, size: int) -> Event:
+    """Blocks that come with the hash of their tokens alone: the hash stands for the tokens (rolling.py)."""
+    if not tokens_hashes or not isinstance(event, BlockStored) or event.tokens or event.root:
+        return event
+    tokens = stand_in(tokens_hashes, size)
+    return event._replace(parent=parent, tokens=tokens, block_size=size, root=HASHED) if tokens else event
 
 
 def _blocks(flat: dict[str, Any]) -> tuple[int, ...]:

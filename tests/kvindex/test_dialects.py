@@ -16,6 +16,7 @@ from kvindex.errors import DecodeError
 from kvindex.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event, Pooled, Skipped, Tier
 from kvindex.hashing import content_keys, extras_bytes, pack_tokens, root_bytes
 from kvindex.index import PrefixIndex
+from kvindex.rolling import HASHED, stand_in
 from kvindex.sync import Action, Recovery, StartReplay, StreamSync
 from kvindex.walk import Walk
 from tests.kvindex.casework import DATA
@@ -899,16 +900,21 @@ def push(*events: Any, **more: Any) -> Push:
     return PushDecoder().decode({"instance_id": "i", "events": list(events), **more})
 
 
+def by_hash(hashes: list[int], parent: int | None, *local: int) -> BlockStored:
+    """Blocks of 4 tokens, of which the hash alone is known."""
+    return BlockStored(hashes, parent, stand_in(local, 4), 4, root=HASHED)
+
+
 PUSHED = [
     (
         {"event_id": 1, "dp_rank": 0, "data": {"type": "stored", "parent_hash": None, "blocks": [
             {"block_hash": 100, "tokens_hash": 123}]}},
-        PushedEvent(0, 1, copied(100, tier=D), (123,)),
+        PushedEvent(0, 1, by_hash([100], None, 123), (123,)),
     ),
     (
         {"event_id": 2, "dp_rank": 3, "data": {"type": "stored", "parent_hash": 100, "blocks": [
             {"block_hash": 101, "tokens_hash": 5}, {"block_hash": 102, "tokens_hash": 6}]}},
-        PushedEvent(3, 2, copied(101, 102, tier=D), (5, 6), 100),
+        PushedEvent(3, 2, by_hash([101, 102], 100, 5, 6), (5, 6), 100),
     ),
     ({"event_id": 2, "type": "removed", "block_hashes": [100]}, PushedEvent(0, 2, BlockRemoved([100]))),
     ({"data": {"type": "cleared"}}, PushedEvent(0, None, Pooled(("", "default")))),
