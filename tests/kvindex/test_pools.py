@@ -50,7 +50,7 @@ class Stage:
         for member in members:
             member.explain_to((self.pool,))
 
-    def hits(self, *blocks: int) -> dict[str, TierBlocks]:
+    def hits(self, *blocks: int) -> dict[str, tuple[int, ...]]:
         self.index.check()
         keys = plain_keys(*blocks)
         found = self.index.find(keys)
