@@ -74,6 +74,7 @@ class Stack:
     scorer           name, or mapping with parameters, as in kvcar's configuration
     config           replaces top-level keys of kvcar's configuration; "listen", "pool" and "instance" as kvcar_config's
     envoy            replaces fields of EnvoyOptions
+    replicas         how many kvcar there are; `kvcar` is the first
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Stack:
         scorer: Mapping[str, Any] | str = "car",
         config: Mapping[str, Any] | None = None,
         envoy: Mapping[str, Any] | None = None,
+        replicas: int = 1,
     ) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,27 +95,34 @@ class Stack:
         self._scorer = scorer
         self._config = dict(config or {})
         self._envoy = dict(envoy or {})
+        self._count = replicas
         self.kvcar: KvcarProcess
+        self.replicas: list[KvcarProcess] = []
         self.envoy: EnvoyProcess
 
     def start(self) -> None:
         """Until requests are routed by what the engines hold. Raises NotReady or StartFailed."""
         self._start_engines(self.engines)
         # Envoy is told kvcar's port before kvcar has bound it, and finds it there again after a restart of kvcar.
-        ext_proc, admin = (f"127.0.0.1:{free_port()}" for _ in range(2))
-        config = kvcar_config(self.engines, ext_proc=ext_proc, admin=admin, scorer=self._scorer, **self._config)
-        self.kvcar = KvcarProcess(config, self.folder)
-        self.kvcar.start()
+        ports = [f"127.0.0.1:{free_port()}" for _ in range(self._count)]
+        for number, ext_proc in enumerate(ports):
+            admin = f"127.0.0.1:{free_port()}"
+            config = kvcar_config(self.engines, ext_proc=ext_proc, admin=admin, scorer=self._scorer, **self._config)
+            self.replicas.append(KvcarProcess(config, self.folder, name="kvcar" if not number else f"kvcar-{number}"))
+        self.kvcar = self.replicas[0]
+        for replica in self.replicas:
+            replica.start()
         values: dict[str, Any] = {
             "engines": tuple(engine.address for engine in self.engines),
-            "ext_proc": (ext_proc,),
+            "ext_proc": tuple(ports),
             "listen": "127.0.0.1:0",
             "admin": "127.0.0.1:0",
             "access_log": str(self.folder / "access.log"),
         }
         self.envoy = EnvoyProcess(EnvoyOptions(**(values | self._envoy)), self.folder)
         self.envoy.start()
-        self.kvcar.wait_ready()
+        for replica in self.replicas:
+            replica.wait_ready()
         self.envoy.wait_ready()
         self.envoy.wait_healthy("engines", len(self.engines))
         self.wait_routing()
@@ -131,14 +140,15 @@ class Stack:
         for engine in dead:
             engine.stop()
         self._start_engines(dead)
-        if not self.kvcar.running:
-            self.kvcar.start()
-            self.kvcar.wait_ready()
+        for replica in self.replicas:
+            if not replica.running:
+                replica.start()
+                replica.wait_ready()
         self.wait_routing()
 
     def wait_routing(self) -> None:
         """Until Envoy asks kvcar, and kvcar follows every engine's events."""
-        self.envoy.wait_healthy("extproc", 1)
+        self.envoy.wait_healthy("extproc", self._count)
         self.settle()
 
     def settle(self, engines: Sequence[EmulatorProcess] | None = None) -> None:
@@ -153,20 +163,24 @@ class Stack:
         published = _published(chosen)
 
         def applied() -> bool:
-            seen = {(row["instance"], row["dp_rank"]): row for row in self.kvcar.get("/streams")["streams"]}
-            # A view beyond what the engine has published by now is that of the process before a restart.
-            now = _published(chosen)
-            return all(_applied(seen.get(key), least, now[key]) for key, least in published.items())
+            for replica in self.replicas:
+                seen = {(row["instance"], row["dp_rank"]): row for row in replica.get("/streams")["streams"]}
+                # A view beyond what the engine has published by now is that of the process before a restart.
+                now = _published(chosen)
+                if not all(_applied(seen.get(key), least, now[key]) for key, least in published.items()):
+                    return False
+            return True
 
         wait_for(applied, f"kvcar's view at {published}", timeout=10.0, fail=self._check_kvcar)
 
     def _check_kvcar(self) -> None:
-        if not self.kvcar.running:
-            raise NotReady(f"kvcar ended with status {self.kvcar.wait(timeout=1)}\n{self.kvcar.log()}")
+        for replica in self.replicas:
+            if not replica.running:
+                raise NotReady(f"{replica.name} ended with status {replica.wait(timeout=1)}\n{replica.log()}")
 
     def stop(self) -> None:
         """Ends every process; all are told first, so that it takes as long as the slowest."""
-        processes = [getattr(self, "envoy", None), getattr(self, "kvcar", None), *self.engines]
+        processes = [getattr(self, "envoy", None), *self.replicas, *self.engines]
         with contextlib.ExitStack() as stack:
             for process in processes:
                 if process is not None:

@@ -16,6 +16,8 @@ def whole_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "limits": {"max_body_bytes": 4 << 20},
         # The drain has to outlast two failed health checks of Envoy, 1 s apart.
         "listen": {"drain_wait_ms": 2500, "drain_grace_ms": 10_000},
+        # Tests kill engines and want to see each request's own way; test_fleet_changes.py is about leaving them out.
+        "pool": {"liveness": None},
     }
     with Stack(tmp_path_factory.mktemp("stack"), engine_options=options, config=config) as stack:
         yield stack
