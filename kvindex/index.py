@@ -39,7 +39,7 @@ from kvindex.content import Content
 from kvindex.errors import CapacityExceeded, KVIndexError
 from kvindex.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, Outcome, Tier
 from kvindex.hashing import DEFAULT_SEED
-from kvindex.rolling import RollingNames
+from kvindex.rolling import HASHED, RollingNames
 from kvindex.rows import Rows, Run
 from kvindex.walk import TierBlocks, Walk, credit
 
@@ -156,7 +156,7 @@ class PrefixIndex:
         self.seed = seed
         self.max_streams = max_streams
         self._pace = pace
-        self._rows = Rows()
+        self._rows = Rows(pace)
         self._slots: list[bool] = []  # in use?
         self._views: list[StreamView] = []  # open ones, shadows left out
         self._exposure = _Exposure({})
@@ -391,7 +391,7 @@ class StreamView:
             if not hashes:
                 return Outcome.OK
             outcome = self._content.store(event)
-            if tokens and self._pupils:
+            if tokens and self._pupils and event.root != HASHED:  # others may know the tokens themselves
                 self._explain(hashes)
             if tokens and self._index.names is not None:
                 self._name(event)

@@ -170,7 +170,7 @@ class EventTransport:
         thread = self._thread
         if thread is None:
             return True
-        self._post(self._stop)
+        self.post(self._stop)
         if thread is threading.current_thread():
             return False
         thread.join(timeout)
@@ -183,31 +183,28 @@ class EventTransport:
         self.stop()
 
     def follow(self, stream: Followed) -> None:
-        self._post(partial(self._follow, stream))
+        self.post(partial(self._follow, stream))
 
     def unfollow(self, stream: Followed) -> None:
         """Close its sockets, then the stream. One that is not followed is left alone."""
-        self._post(partial(self._unfollow, stream))
+        self.post(partial(self._unfollow, stream))
 
     def resync(self, stream: Followed) -> None:
         """Operator's request: a fresh snapshot or history now."""
-        self._post(partial(self._command, stream, self._resync))
+        self.post(partial(self._command, stream, self._resync))
 
     def rebuild(self, stream: Followed) -> None:
         """Close connection and content, and start from nothing."""
-        self._post(partial(self._command, stream, self._rebuild))
-
-    def post(self, work: Callable[[], None]) -> None:
-        """Do it in the thread that owns the streams; what it raises is logged. At once, or once the thread runs."""
-        self._post(work)
+        self.post(partial(self._command, stream, self._rebuild))
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until everything asked so far was done; False on time-out or when the thread does not run."""
         done = threading.Event()
-        self._post(done.set)
+        self.post(done.set)
         return self.alive and done.wait(timeout)
 
-    def _post(self, command: Callable[[], None]) -> None:
+    def post(self, command: Callable[[], None]) -> None:
+        """Do it in the thread that owns the streams, once that runs; what it raises is logged. Returns at once."""
         self._commands.append(command)
         wake = self._wake
         if wake is not None:

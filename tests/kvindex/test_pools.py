@@ -13,7 +13,7 @@ import pytest
 from kvindex import content as content_module
 from kvindex.errors import KVIndexError
 from kvindex.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Tier
-from kvindex.index import PrefixIndex, StreamView, TierBlocks, Walk
+from kvindex.index import PrefixIndex, StreamView, Walk
 from kvindex.pools import PoolView, open_pool
 from tests.kvindex.index_model import (
     Chain,

@@ -218,7 +218,7 @@ def test_queue_overflow_while_we_stall(transport: EventTransport) -> None:
             pool.until_subscribed()
             publisher.publish(chain(0, 1))
             pool.until_blocks(1)
-            small._post(stall)
+            small.post(stall)
             assert stalled.wait(10)
             payload = ["BlockStored", [9], None, list(range(100_000, 100_000 + BLOCK)), BLOCK, None, "GPU" + " " * 4000]
             for _ in range(2000):
@@ -248,7 +248,7 @@ def test_burst_is_read_to_its_end(transport: EventTransport) -> None:
         pool.until_subscribed()
         publisher.publish(chain(0, 1))
         pool.until_blocks(1)
-        transport._post(stall)
+        transport.post(stall)
         assert stalled.wait(10)
         for number in range(1, 300):
             publisher.publish(chain(number, 1))
