@@ -439,7 +439,7 @@ def _line(name: str, root: yaml.Node | None, error: ErrorDetails) -> str:
     path, node = "", root
     for part in error["loc"]:
         below = _child(node, part)
-        if below is None and isinstance(part, str) and (part in _UNION_TAGS or "[" in part):
+        if below is None and isinstance(part, str) and (part in _UNION_TAGS or "[" in part or _is_type(node, part)):
             continue  # the tag of a union member is no key of the file
         path += f"[{part}]" if isinstance(part, int) else (f".{part}" if path else str(part))
         node = below if below is not None else node
@@ -471,6 +471,12 @@ def _child(node: yaml.Node | None, part: str | int) -> yaml.Node | None:
     if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
         return node.value[part]  # type: ignore[no-any-return]
     return None
+
+
+def _is_type(node: yaml.Node | None, part: str) -> bool:
+    """Whether the node says `type: part`, which is how members of a union are told apart."""
+    kind = _child(node, "type")
+    return isinstance(kind, yaml.ScalarNode) and kind.value == part
 
 
 def _short(value: object) -> str:
