@@ -30,7 +30,7 @@ from kvindex.shards import CUT, Parts, drain, low_byte, low_bytes
 from kvindex.unanchored import Unanchored
 
 _CHUNK: Final = 64  # blocks between two calls of `pace`
-_SPLIT: Final = 8_192  # known hashes that stay in one shard
+_SPLIT: Final = 2_048  # known hashes of a shard, about: a resize takes 0.1 ms then
 _DIGIT_BITS: Final = 32
 _DIGIT: Final = (1 << _DIGIT_BITS) - 1
 _setdefault: Any = dict.setdefault

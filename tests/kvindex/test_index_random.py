@@ -27,7 +27,7 @@ def _small_inside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Half of the seeds with tiny inner sizes, so that every path is taken with little data."""
     if request.node.callspec.params["seed"] % 2:
         for name, value in (("_FIRST_STRETCH", 2), ("_LONGEST_STRETCH", 4), ("_STREAK", 2), ("BUCKET", 1),
-                            ("_GROWTH", 1), ("_INTERNED", 3), ("_SPLIT", 2)):  # fmt: skip
+                            ("_GROWTH", 1), ("_INTERNED", 3), ("_SPLIT", 2), ("_SPARE", 2)):  # fmt: skip
             monkeypatch.setattr(rows_module, name, value)
         for name, value in (("_CHUNK", 2), ("BUCKET", 1), ("_SPLIT", 4)):
             monkeypatch.setattr(content_module, name, value)
