@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from aiohttp import web
 
 from kvindex.discovery.kubernetes import KubernetesSource
@@ -23,7 +24,8 @@ from tests.kvindex.discovery_peer import Running, running
 from tests.kvindex.kube_api import KubeApi, failure, kubeconfig, send, serving, status
 from tests.kvindex.test_kubernetes_rules import STATUS, changed, endpoint, piece, pod
 
-TLS = Path(__file__).parent.parent / "extproc" / "tls"
+ROOT = Path(__file__).parent.parent.parent
+TLS = ROOT / "tests" / "extproc" / "tls"
 SELECTOR = "model.aibrix.ai/name=qwen3-8b"
 
 
@@ -391,6 +393,23 @@ async def test_in_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             api.tokens = {"rotated"}
             api.cut()
             await it.until(lambda: bool(api.watching) and it.feed.error is None)
+
+
+def test_manifest_allows_what_is_asked_for() -> None:
+    parts = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "rbac.yaml").read_text("utf-8")))
+    account, role, binding = parts
+    allowed = {
+        (group, kind, verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for kind in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    kinds = [("", "pods"), ("discovery.k8s.io", "endpointslices")]
+    assert allowed == {(*kind, verb) for kind in kinds for verb in ("get", "list", "watch")}
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert binding["metadata"]["namespace"] == role["metadata"]["namespace"]
+    assert binding["subjects"][0] == {"kind": "ServiceAccount", **account["metadata"]}
 
 
 def test_needs_something_to_select() -> None:
