@@ -20,6 +20,7 @@ from extproc.admin.schemas import COUNT, FLAG, INSTANCE_STATES, TEXT
 from extproc.pool import Pool
 
 log = logging.getLogger(__name__)
+log.setLevel(logging.WARNING)  # of its own: who did what is logged at every level, also who silenced the log
 
 MAX_BODY = 64 << 10
 LEVELS = ("debug", "info", "warning", "error")
