@@ -14,6 +14,7 @@ from typing import Any
 
 from extproc.config import Config, ConfigError, profile_of
 from extproc.config import Pool as PoolConfig
+from extproc.discovery_config import HttpDiscovery
 from extproc.instances import instance_of
 from extproc.liveness import Liveness
 from extproc.loads.base import LoadSource
@@ -157,7 +158,7 @@ class Assembly:
             same_prompter = prompter_options(was, self._config) == options
         else:
             same_prompter = False
-        return Built(
+        built = Built(
             given,
             Pool(
                 given.name,
@@ -183,6 +184,9 @@ class Assembly:
                 publishers=tuple(one.publisher for one in given.publishers),
             ),
         )
+        if any(isinstance(one, HttpDiscovery) for one in given.discovery):
+            built.pool.directory.index.keep_names()  # for POST /query_by_hash, which belongs to the same API
+        return built
 
     def _prompter(self, given: PoolConfig, options: PrompterOptions) -> Prompter:
         # A tokenizer that does not load is logged with what it costs; the pool's requests then pass unscored.

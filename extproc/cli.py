@@ -12,6 +12,7 @@ import click
 
 from extproc import __version__
 from extproc.commands.common import CONFIG, fail, read_config
+from extproc.commands.conductor import conductor
 from extproc.commands.doctor import doctor
 from extproc.commands.query import query
 from extproc.commands.record import record
@@ -213,7 +214,7 @@ def example_config() -> None:
     click.echo(files("extproc").joinpath("example.yaml").read_text("utf-8"), nl=False)
 
 
-for command in (verify, tokens, simulate, record, query, doctor):
+for command in (verify, tokens, simulate, record, query, doctor, conductor):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -44,11 +44,13 @@ class HttpDiscovery(DiscoveryNode):
     """Instances that register themselves at the admin port (`POST /register`, as kv-conductor has it)."""
 
     type: Literal["http"]
+    expire_after_ms: int | None = Field(None, ge=1000)
 
     def source(self, facts: PoolFacts) -> Source:
         from kvindex.discovery.registered import Registered
 
-        return Registered(facts.name)
+        expire_after = None if self.expire_after_ms is None else self.expire_after_ms / 1000
+        return Registered(facts.name, dialect=facts.dialect, recovery=facts.recovery, expire_after=expire_after)
 
 
 class EtcdAccess(Node):

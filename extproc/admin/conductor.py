@@ -10,19 +10,19 @@ The two answers differ in the type under `DP`, so one cannot serve both: `admin.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from extproc.admin.tokens import token_bytes
-from kvindex.directory import Directory
+from extproc.registrar import Holder
+from extproc.registry import TENANT
 from kvindex.fleet import Instance
 from kvindex.hashing import content_keys, extras_bytes, root_bytes
+from kvindex.index import PrefixIndex
+from kvindex.match import NO_BLOCKS, Match
+from kvindex.rolling import hashed_keys, local_hashes, rolled
 from kvindex.walk import TierBlocks
-
-NO_BLOCKS = TierBlocks(0, 0, 0)
-TENANT = "default"
-"""The only tenant there is: the index keeps adapters and salts apart, not customers."""
 
 
 class BadQuery(ValueError):
@@ -50,23 +50,65 @@ class Ask:
     extras: bytes
     instances: frozenset[str] | None
 
-    def keys(self, block_size: int, seed: int) -> list[bytes]:
-        """Content keys of the whole blocks. O(tokens)."""
-        return content_keys(self.tokens, block_size, root=self.root, extras=[self.extras], seed=seed)
+    def chains(self, index: PrefixIndex) -> list[list[bytes]]:
+        """Content keys of the whole blocks, and those they have where only hashes were pushed. O(tokens)."""
+        size = index.block_size
+        if not size:
+            return []
+        found = [content_keys(self.tokens, size, root=self.root, extras=[self.extras], seed=index.seed)]
+        if index.names is not None and index.names.has_hashed and not (self.root or self.extras):
+            found.append(hashed_keys(local_hashes(self.tokens, size), size, index.seed))
+        return found
 
     def missing(self) -> str:
         return f"no indexer for model={self.model} tenant={self.tenant}"
 
 
+@dataclass(frozen=True, slots=True)
+class HashAsk:
+    """The same for rolling hashes of its blocks, without adapter and salt (kvindex.rolling)."""
+
+    model: str
+    tenant: str
+    block_size: int | None
+    names: tuple[int, ...]
+    instances: frozenset[str] | None
+
+    def chains(self, index: PrefixIndex) -> list[list[bytes]]:
+        """Raises BadQuery (404) where hashes are not remembered."""
+        if index.names is None:
+            raise BadQuery(
+                f"{self.missing()} by hash: only a pool with `discovery: [{{type: http}}]` remembers hashes", 404
+            )
+        return index.names.chains(self.names)
+
+    def missing(self) -> str:
+        return f"no indexer for model={self.model} tenant={self.tenant}"
+
+
+def parse_hashes(fields: object, form: str) -> HashAsk:
+    """`block_hashes` are Motor's, of each block alone; `seq_hashes`, or `block_hash`, Mooncake's rolling ones.
+
+    Raises BadQuery that names the field. O(hashes).
+    """
+    status = 422 if form == "motor" else 400
+    model, size, tenant, instances = _common(fields, status)
+    assert isinstance(fields, dict)
+    given = [key for key in ("block_hashes", "seq_hashes", "block_hash") if key in fields]
+    if len(given) != 1:
+        raise BadQuery("block_hashes (of each block alone) or seq_hashes (rolling): give one of them", status)
+    hashes = fields[given[0]]
+    if not isinstance(hashes, list) or not all(one.__class__ is int and 0 <= one < 1 << 64 for one in hashes):
+        raise BadQuery(f"{given[0]} must be a list of whole numbers from 0 to 2^64-1", status)
+    return HashAsk(model, tenant, size, tuple(rolled(hashes) if given[0] == "block_hashes" else hashes), instances)
+
+
 def parse(fields: object, form: str) -> Ask:
     """Raises BadQuery that names the field. O(tokens)."""
     status = 422 if form == "motor" else 400
-    if not isinstance(fields, dict):
-        raise BadQuery("the body must be an object", status)
-    model = _text(fields, "model", status)
-    if not model:
-        raise BadQuery("model is missing", status)
-    size, lora_id = _whole(fields, "block_size", status), _whole(fields, "lora_id", status)
+    model, size, tenant, instances = _common(fields, status)
+    assert isinstance(fields, dict)
+    lora_id = _whole(fields, "lora_id", status)
     if "token_ids" not in fields:
         raise BadQuery("token_ids is missing", status)
     try:
@@ -74,20 +116,32 @@ def parse(fields: object, form: str) -> Ask:
     except ValueError as error:
         raise BadQuery(str(error), status) from None
     salt = _text(fields, "cache_salt", status)
+    return Ask(
+        model,
+        tenant,
+        size,
+        tokens,
+        root_bytes(_text(fields, "lora_name", status), lora_id),
+        extras_bytes([salt]) if salt else b"",
+        instances,
+    )
+
+
+def _common(fields: object, status: int) -> tuple[str, int | None, str, frozenset[str] | None]:
+    """Model, block size, tenant and the only instances that are asked for."""
+    if not isinstance(fields, dict):
+        raise BadQuery("the body must be an object", status)
+    model = _text(fields, "model", status)
+    if not model:
+        raise BadQuery("model is missing", status)
+    size = _whole(fields, "block_size", status)
+    tenant = _text(fields, "tenant_id", status) or TENANT
     wanted = fields.get("instance_id")
     if isinstance(wanted, str):
         wanted = [wanted]
     if wanted is not None and not (isinstance(wanted, list) and all(isinstance(one, str) for one in wanted)):
         raise BadQuery("instance_id must be a text or a list of texts", status)
-    return Ask(
-        model,
-        _text(fields, "tenant_id", status) or TENANT,
-        size or None,
-        tokens,
-        root_bytes(_text(fields, "lora_name", status), lora_id),
-        extras_bytes([salt]) if salt else b"",
-        frozenset(wanted) if wanted else None,
-    )
+    return model, size or None, tenant, frozenset(wanted) if wanted else None
 
 
 def _text(fields: Mapping[str, Any], key: str, status: int) -> str | None:
@@ -104,16 +158,7 @@ def _whole(fields: Mapping[str, Any], key: str, status: int) -> int | None:
     return value
 
 
-class Holder(Protocol):
-    """Whose instances are asked for: a pool, or a conductor's index of one model."""
-
-    @property
-    def directory(self) -> Directory: ...
-    @property
-    def by_name(self) -> Mapping[str, Instance]: ...
-
-
-def answer(holder: Holder | None, ask: Ask, form: str) -> dict[str, Any]:
+def answer(holder: Holder | None, ask: Ask | HashAsk, form: str) -> dict[str, Any]:
     """Every instance of the holder and what it holds. Raises BadQuery (404) for None. O(tokens + ranks).
 
     An index look-up, not a prediction: the engine's last token is not taken off.
@@ -124,16 +169,26 @@ def answer(holder: Holder | None, ask: Ask, form: str) -> dict[str, Any]:
     size = directory.block_size
     if size is not None and ask.block_size not in (None, size):
         raise BadQuery(f"{ask.missing()} block_size={ask.block_size}: the pool has blocks of {size}", 404)
-    keys = ask.keys(size, directory.seed) if size else []
-    match = directory.match(keys)
+    chains = ask.chains(directory.index)
+    matches = [directory.match(chain) for chain in chains if chain]
     row = FORMS[form]
     return {
         ask.tenant: {
-            name: row(dict(enumerate(match.hits(name) or (NO_BLOCKS,) * one.dp_size)), size or 0)
+            name: row({rank: _most(matches, name, rank) for rank in _ranks(one)}, size or 0)
             for name, one in holder.by_name.items()
             if one.followed and (ask.instances is None or name in ask.instances)
         }
     }
+
+
+def _most(matches: Sequence[Match], name: str, rank: int) -> TierBlocks:
+    """Of a rank that has told some of its blocks with their tokens and some by hash: the longer prefix."""
+    return max((match.rank(name, rank) for match in matches), key=sum, default=NO_BLOCKS)
+
+
+def _ranks(one: Instance) -> list[int]:
+    """Of an instance that registers rank by rank: those that have come."""
+    return sorted({stream.dp_rank for stream in one.events}) or list(range(one.dp_size))
 
 
 def motor(ranks: Mapping[int, TierBlocks], size: int) -> dict[str, Any]:

@@ -76,9 +76,9 @@ def any_of(*types: str) -> Schema:
 _BEARER = {"type": "http", "scheme": "bearer"}
 _EVERYWHERE: Sequence[tuple[int, str]] = ((401, "no or a wrong token"), (403, "not from here"))
 _MEANING = {
-    200: "done", 400: "a mistake in the request", 404: "not known", 409: "contradicts what is known",
+    200: "done", 201: "registered", 400: "a mistake in the request", 404: "not known", 409: "contradicts what is known",
     413: "the body is too large", 415: "a body of this type is not taken", 422: "a body of the wrong shape",
-    503: "not ready",
+    500: "some of it failed", 503: "not ready",
 }  # fmt: skip
 
 

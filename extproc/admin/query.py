@@ -32,6 +32,7 @@ from extproc.pool import Pool
 from extproc.pools import Pools
 from extproc.prompt.prompter import Prompt
 from extproc.reasons import Reason, Unscored
+from extproc.registry import TENANT
 from kvindex.directory import Match, StreamReport
 from kvindex.fleet import Instance
 from kvindex.walk import TierBlocks
@@ -171,7 +172,7 @@ class Queries:
     async def _conductor(self, request: web.Request, data: bytes) -> web.Response:
         fields = await bodies.work(data, bodies.decoder(request), data)
         ask = await bodies.work(data, conductor.parse, fields, self._form)
-        pool = self.pools.of(ask.model) if ask.tenant == conductor.TENANT else None
+        pool = self.pools.of(ask.model) if ask.tenant == TENANT else None
         found = await bodies.work(data, conductor.answer, pool, ask, self._form)
         return bodies.encoded(request, found)
 

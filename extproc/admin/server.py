@@ -39,10 +39,14 @@ def make_app(source: Source, *, token: str | None = None, more: Iterable[web.Abs
 
     Of `more`, an `Endpoint` is described in /openapi.json; one for GET / takes the place of the index.
     """
+    return guarded([*Pages(source).endpoints(), *Actions(source).endpoints(), *more], token=token)
+
+
+def guarded(more: Iterable[web.AbstractRouteDef], *, token: str | None = None) -> web.Application:
+    """These routes alone, with guard, description and index."""
     expected = token.encode() if token else None
     more = list(more)
-    described = [*Pages(source).endpoints(), *Actions(source).endpoints()]
-    described += [one for one in more if isinstance(one, Endpoint)]
+    described = [one for one in more if isinstance(one, Endpoint)]
 
     async def openapi(_request: web.Request) -> web.StreamResponse:
         return reply(document(described, COMPONENTS, version=__version__, token=expected is not None))
