@@ -24,7 +24,10 @@ from kvindex.errors import ConfigurationError
 log = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT = 1.0
-FAILURES = (aiohttp.ClientError, EtcdError, ConfigurationError, OSError, TimeoutError, ValueError, KeyError, TypeError)
+FAILURES = (
+    aiohttp.ClientError, EtcdError, ConfigurationError, OSError, TimeoutError,
+    ValueError, KeyError, TypeError, AttributeError,
+)  # fmt: skip
 """What an etcd, something that is none, or a certificate that has been replaced may bring about."""
 
 

@@ -228,4 +228,4 @@ def _text(key: bytes) -> str:
 
 
 def _bytes(text: str) -> bytes:
-    return base64.b64decode(text)
+    return base64.b64decode(text, validate=True)

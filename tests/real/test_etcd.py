@@ -90,9 +90,11 @@ async def following(
 
 
 @contextlib.asynccontextmanager
-async def engine(status: int = 200) -> AsyncIterator[str]:
-    """ip:port of something that answers /health."""
+async def engine(status: int = 200, more: Any = None) -> AsyncIterator[str]:
+    """ip:port of something that answers GET /health, and with `more` what is posted to /v3/."""
     app = web.Application()
+    if more is not None:
+        app.router.add_post("/v3/{path:.*}", more)
     app.router.add_get("/health", lambda _: asyncio.sleep(0, web.Response(status=status)))
     runner = web.AppRunner(app)
     await runner.setup()
@@ -257,9 +259,42 @@ async def test_not_there_at_the_start(tmp_path: Path) -> None:
             await seen.until(lambda: seen.feed.error is None, "all is well")
 
 
-async def test_something_that_is_no_etcd(space: str) -> None:
-    async with engine() as address, following(f"http://{address}", namespace=space) as seen:
-        await seen.until(lambda: "404" in str(seen.feed.error), "what it answered")
+LISTED = b'{"header":{"cluster_id":"1","revision":"5"}}'
+
+
+@pytest.mark.parametrize(
+    ("listed", "watched", "listens"),
+    [
+        (None, None, False),
+        (b"<html>", b"", False),
+        (b"[]", b"", False),
+        (b"{}", b"", False),
+        (b'{"header":{"cluster_id":"1","revision":"x"}}', b"", False),
+        (b'{"header":{"cluster_id":"1","revision":"1"},"kvs":[{"key":"!"}]}', b"", False),
+        (LISTED, b"", True),
+        (LISTED, b"<html>\n", True),
+        (LISTED, b"[]\n", True),
+        (LISTED, b'{"error":"no"}\n', True),
+        (LISTED, b'{"error":{"message":"no","grpc_code":7}}\n', True),
+        (LISTED, b'{"result":{"header":{"cluster_id":"1","revision":"5"},"canceled":true}}\n', True),
+        (LISTED, b'{"result":{"header":{"cluster_id":"1","revision":"5"},"events":["x"]}}\n', True),
+    ],
+)
+async def test_something_that_is_no_etcd(listed: bytes | None, watched: bytes, listens: bool) -> None:
+    """Whatever it answers is told; the source goes on asking."""
+    asked = 0
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal asked
+        asked += request.path.endswith("range")
+        if listed is None:
+            raise web.HTTPNotFound
+        return web.Response(body=watched if request.path.endswith("watch") else listed)
+
+    async with engine(more=answer) as address, following(f"http://{address}", namespace="") as seen:
+        await seen.until(lambda: asked >= (1 if listens else 3), "it is asked again")
+        await seen.until(lambda: "stays" in str(seen.feed.error), "what is wrong")
+        assert seen.feed.is_ready == listens
 
 
 async def test_password_and_expired_token(tmp_path: Path) -> None:
