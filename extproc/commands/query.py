@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import sys
 import urllib.error
 import urllib.request
@@ -20,9 +21,18 @@ from extproc.commands.common import CONFIG, fail, read_config
 @click.option("--tokens", default=None, help="Token ids instead, separated by commas or spaces.")
 @click.option("--model", default=None, help="Only the pool of this model; with --request it replaces the body's.")
 @click.option("--admin", default=None, help="Admin address ip:port; default: admin.address of the configuration.")
+@click.option("--cert", type=click.Path(exists=True), help="Client certificate (PEM), where admin.tls has a client_ca.")
+@click.option("--key", type=click.Path(exists=True), help="Its key, when that is a file of its own.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as it came.")
 def query(
-    config_path: Path, request_file: Any, tokens: str | None, model: str | None, admin: str | None, as_json: bool
+    config_path: Path,
+    request_file: Any,
+    tokens: str | None,
+    model: str | None,
+    admin: str | None,
+    cert: str | None,
+    key: str | None,
+    as_json: bool,
 ) -> None:
     """Show which instances hold how much of a prompt, on which tier; without a prompt: what they hold at all.
 
@@ -42,7 +52,12 @@ def query(
             fail("--request: the body is no object")
     if model is not None:
         body["model"] = model
-    answer = _ask(_url(admin or config.admin.address), config.admin.token, body)
+    tls = config.admin.tls
+    try:
+        trust = _trust(tls.cert, cert, key) if tls else None
+    except OSError as error:  # ssl.SSLError is one
+        fail(f"admin.tls: the certificates cannot be used: {error}")
+    answer = _ask(_url(admin or config.admin.address, "https" if tls else "http"), config.admin.token, body, trust)
     if as_json:
         click.echo(json.dumps(answer))
     else:
@@ -57,19 +72,29 @@ def _ids(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _url(address: str) -> str:
+def _trust(server: str, cert: str | None, key: str | None) -> ssl.SSLContext:
+    """Trusts the very certificate that the configuration names, whoever signed it and for whatever name."""
+    context = ssl.create_default_context(cafile=server)
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.check_hostname = False
+    if cert is not None:
+        context.load_cert_chain(cert, key)
+    return context
+
+
+def _url(address: str, scheme: str) -> str:
     host, _, port = address.rpartition(":")
     if not port.isdigit() or int(port) == 0:
         fail(f"the admin address {address!r} has no fixed port: give --admin ip:port")
     # a wildcard is where a server listens, not where it is
     host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
-    return f"http://{host}:{port}/v1/internal/kv-cache/query"
+    return f"{scheme}://{host}:{port}/v1/internal/kv-cache/query"
 
 
-def _ask(url: str, token: str | None, body: dict[str, Any]) -> dict[str, Any]:
+def _ask(url: str, token: str | None, body: dict[str, Any], trust: ssl.SSLContext | None) -> dict[str, Any]:
     headers = {"Content-Type": "application/json", **({"X-Internal-Token": token} if token else {})}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trust))
     try:
         with opener.open(request, timeout=30) as answer:
             found = json.loads(answer.read())

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
+from click.testing import CliRunner
 
 from examples.local.stack import TOKENIZER
 from extproc.admin.actions import Actions
 from extproc.admin.pages import Pages
 from extproc.admin.query import Queries
 from extproc.admin.server import AdminServer, make_app, tls_context
+from extproc.cli import main
 from extproc.config import Config, parse
 from extproc.metrics import Metrics
 from extproc.overrides import Overrides
@@ -272,3 +276,26 @@ async def test_tls(source: Source, mutual: bool) -> None:
                     await answer.read()
     finally:
         await server.stop()
+
+
+@pytest.mark.parametrize(
+    ("mutual", "arguments", "works"),
+    [(False, [], True), (True, [], False), (True, ["--cert", TLS / "client.pem", "--key", TLS / "client.key"], True)],
+)
+async def test_the_query_command_over_tls(
+    source: Source, tmp_path: Path, mutual: bool, arguments: list[Any], works: bool
+) -> None:
+    files = {"cert": str(TLS / "server.pem"), "key": str(TLS / "server.key")}
+    if mutual:
+        files["client_ca"] = str(TLS / "ca.pem")
+    app = make_app(source, more=Queries(source.pools).routes())
+    server = AdminServer(app, "127.0.0.1", 0, tls=tls_context(files["cert"], files["key"], files.get("client_ca")))
+    address = f"127.0.0.1:{await server.start()}"
+    config = tmp_path / "kvcar.yaml"
+    config.write_text(CONFIG.replace("admin: {token: a-long-secret}", "admin: " + json.dumps({"tls": files})))
+    command = ["query", "-c", str(config), "--admin", address, *map(str, arguments)]
+    try:
+        done = await asyncio.to_thread(CliRunner().invoke, main, command)
+    finally:
+        await server.stop()
+    assert (done.exit_code, "engine-b" in done.output) == ((0, True) if works else (1, False)), done.output
