@@ -72,6 +72,11 @@ STREAMS: tuple[Remedy, ...] = (
         "Raise events.max_buffered_bytes, or let the engine keep fewer replay steps.",
     ),
     Remedy(
+        "fetch", "waiting for the engine's answer|^fetch: $",
+        "The engine is being asked for what it holds.",
+        "Nothing: this takes seconds at most.",
+    ),
+    Remedy(
         "replay", "no end marker|going on without replay|^backoff|resync failed|it has a hole|it ends at|replay ",
         "The replay failed: what the engine held before is unknown until it is stored again.",
         "Check the replay endpoint and its port (5558 by default); a slow engine needs a longer "
@@ -102,11 +107,6 @@ STREAMS: tuple[Remedy, ...] = (
         "fault", "^fault|internal error",
         "A fault of kvcar's own: the stream is being rebuilt.",
         "It heals itself. Please report the traceback in kvcar's log.",
-    ),
-    Remedy(
-        "fetch", "^fetch|waiting for the engine's answer",
-        "The engine is being asked for what it holds.",
-        "Nothing: this takes seconds at most.",
     ),
     Remedy(
         "empty", "no event received yet|^empty|^waiting",

@@ -1,8 +1,8 @@
 """A real App in a thread, with publishers in place of engines: what the dashboard's tests and screenshots look at.
 
-    with World(3) as world:
-        world.ask("Hello")            one request, decided by the App, "served" by a model of the chosen engine
-        world.url                     its admin port
+with World(3) as world:
+    world.ask("Hello")            one request, decided by the App, "served" by a model of the chosen engine
+    world.url                     its admin port
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgpack
 import yaml
@@ -29,7 +29,7 @@ from extproc.app import App
 from extproc.dashboard.history import History
 from extproc.dashboard.overview import loads, totals
 from extproc.decisions import Record
-from extproc.messages import HttpRequest
+from extproc.messages import HttpRequest, Ticket
 from tests.real.publisher import Publisher
 
 SIZE = 16
@@ -45,7 +45,7 @@ def wait_for(condition: Callable[[], Any], what: str, timeout: float = 15.0) -> 
 
 
 class Engine:
-    """An engine's cache as far as routing sees it: blocks by prefix, least recently used ones go to the host, then out."""
+    """An engine's cache as far as routing sees it: blocks by prefix, on the device and copied to the host, LRU."""
 
     def __init__(self, name: str, number: int, context: zmq.Context[Any], blocks: int, host: int) -> None:
         self.name, self.address = name, f"10.0.{number // 250}.{number % 250 + 1}:8000"
@@ -85,6 +85,12 @@ class Engine:
         return ["BlockStored", list(hashes[first:]), hashes[first - 1] if first else None, tokens, SIZE, None, medium]
 
 
+class Exchange(NamedTuple):
+    record: Record
+    ticket: Ticket | None
+    data: bytes
+
+
 class World:
     """names of the engines, or how many; `more` are top-level keys of the configuration, `pool` keys of the pool.
 
@@ -106,9 +112,7 @@ class World:
         names = [f"engine-{number}" for number in range(names)] if isinstance(names, int) else names
         self._context: zmq.Context[Any] = zmq.Context()
         self._lock = threading.RLock()
-        self.engines = {
-            name: Engine(name, number, self._context, blocks, host) for number, name in enumerate(names)
-        }
+        self.engines = {name: Engine(name, number, self._context, blocks, host) for number, name in enumerate(names)}
         instances = [
             {"name": one.name, "address": one.address, "events": one.publisher.endpoint, "replay": one.publisher.replay,
              **(instance or {}).get(one.name, {})}
@@ -116,9 +120,13 @@ class World:
         ]  # fmt: skip
         whole = {"name": "demo", "models": ["demo"], "tokenizer": str(TOKENIZER), "block_size": SIZE, "dialect": "vllm",
                  "instances": instances, **(pool or {})}  # fmt: skip
-        tree = {"listen": {"address": "127.0.0.1:0", "drain_wait_ms": 0},
-                "admin": {"address": f"127.0.0.1:{free_port()}", **(admin or {})},
-                "limits": {"tokenize_timeout_ms": 5000, "decide_timeout_ms": 6000}, "pools": [whole], **(more or {})}  # fmt: skip
+        tree = {
+            "listen": {"address": "127.0.0.1:0", "drain_wait_ms": 0},
+            "admin": {"address": f"127.0.0.1:{free_port()}", **(admin or {})},
+            "limits": {"tokenize_timeout_ms": 5000, "decide_timeout_ms": 6000},  # on busy machines
+            "pools": [whole],
+            **(more or {}),
+        }
         self.config = config.parse(yaml.safe_dump(tree))
         self.url = f"http://{self.config.admin.address}"
         self._past = past
@@ -173,31 +181,49 @@ class World:
 
     # -- traffic
 
-    def ask(self, content: Any, *, serve: bool = True, **fields: Any) -> Record:
+    def ask(self, content: Any, *, serve: bool = True, **fields: Any) -> Exchange:
         """One chat request; with `serve` until the chosen engine has computed and announced it, else it stays open."""
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
         return self.send({"model": "demo", "messages": messages, **fields}, serve=serve)
 
-    def send(self, body: Any, *, serve: bool = True, path: str = "/v1/chat/completions") -> Record:
+    def send(self, body: Any, *, serve: bool = True, path: str = "/v1/chat/completions") -> Exchange:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self._records += 1
-        record: Record = self.run(self._decide(data, path, serve))
-        return record
+        exchange: Exchange = self.run(self._decide(data, path))
+        if serve:
+            self.compute(exchange)
+            self.finish(exchange)
+        return exchange
 
-    async def _decide(self, data: bytes, path: str, serve: bool) -> Record:
+    def compute(self, exchange: Exchange) -> None:
+        """The chosen engine has computed the prompt: its events are out, the first byte is there."""
+        self.run(self._compute(exchange))
+
+    def finish(self, exchange: Exchange) -> None:
+        async def close() -> None:
+            if exchange.ticket is not None:
+                exchange.ticket.close()
+
+        self.run(close())
+
+    async def _decide(self, data: bytes, path: str) -> Exchange:
         request = HttpRequest("POST", path, {"x-request-id": f"request-{self._records}"}, data)
         outcome = await self.app.decider.decide(request)
         record = self.app.decision_log.at(self.app.decision_log.added)
         assert record is not None
-        if outcome.ticket is not None and record.decision is not None and serve:
-            engine = self.engines[record.decision.chosen.name]  # type: ignore[union-attr]
-            outcome.ticket.on_response_headers(200, engine.address)
-            outcome.ticket.on_first_byte()
-            with self._lock:
-                ids = await self._ids(data)
-                outcome.ticket.on_usage(engine.serve(ids), len(ids))
-            outcome.ticket.close()
-        return record
+        return Exchange(record, outcome.ticket, data)
+
+    async def _compute(self, exchange: Exchange) -> None:
+        record, ticket, data = exchange
+        if ticket is None or record.decision is None or record.decision.chosen is None:
+            return
+        engine = self.engines[record.decision.chosen.name]
+        ids = await self._ids(data)
+        with self._lock:
+            cached = engine.serve(ids)
+        ticket.on_response_headers(200, engine.address)
+        ticket.on_first_byte()
+        ticket.on_usage(cached, len(ids))
 
     async def _ids(self, data: bytes) -> list[int]:
         from extproc.openai import Body, parse_body

@@ -160,7 +160,7 @@ export class HitChart {
     }
     parts.push(svg("line", { class: "axis", x1: this.left, x2: this.left + this.wide, y1: floor, y2: floor }));
     parts.push(svg("text", { class: "tick", x: this.left - 6, y: floor - lane + 8, "text-anchor": "end" }, `${most < 10 ? most.toFixed(1) : most.toFixed(0)}/s`));
-    for (const { key } of KINDS) {
+    for (const { key } of KINDS.toReversed()) {
       let path = "", open = false;
       for (const point of this.points) {
         if (point[key] === null) open = false;
