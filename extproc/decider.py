@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from xxhash import xxh3_128_hexdigest
 
 from extproc.config import Headers
-from extproc.decision import Decision, Ticket
+from extproc.decision import Decision, Ticket, instance_of
 from extproc.decisions import DecisionLog, Record, shown
 from extproc.messages import HttpRequest, Immediate, Outcome
 from extproc.metrics import Metrics
@@ -20,6 +20,7 @@ from extproc.openai import DEFAULT_ROUTES, Routes, parse_body
 from extproc.pool import Ask, Pool
 from extproc.pools import Pools
 from extproc.reasons import Reason, Unscored
+from extproc.self_verification import comparable, judge
 from extproc.shedding import priority_of
 from extproc.trace_log import TraceLog
 
@@ -37,7 +38,7 @@ SUBSET = ("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset")
 class Follow:
     """Follows one decided request: moves its load to the host that serves it, releases it, records the answer."""
 
-    __slots__ = ("_clock", "_metrics", "_pool", "_record", "_ticket", "_trace")
+    __slots__ = ("_clock", "_comparable", "_contended", "_metrics", "_pool", "_record", "_ticket", "_trace")
 
     def __init__(
         self,
@@ -47,13 +48,19 @@ class Follow:
         metrics: Metrics,
         clock: Callable[[], float],
         trace: Callable[[int | None], None] | None,
+        *,
+        comparable: bool = False,
+        contended: bool = False,
     ) -> None:
+        """comparable, contended: see `extproc.self_verification`."""
         self._ticket = ticket
         self._record = record
         self._pool = pool
         self._metrics = metrics
         self._clock = clock
         self._trace = trace
+        self._comparable = comparable
+        self._contended = contended
 
     def on_response_headers(self, status: int | None, served: str | None) -> None:
         self._record.status = status
@@ -80,14 +87,45 @@ class Follow:
             pool.answered(served)
 
     def on_first_byte(self) -> None:
+        self._active()
         self._ticket.first_byte(self._clock(), learn=self._record.status == 200)
 
     def on_usage(self, cached_tokens: int | None, prompt_tokens: int | None) -> None:
         if cached_tokens is not None:
             self._record.cached_tokens = cached_tokens
             self._metrics.hit(self._pool.name, "delivered", cached_tokens, prompt_tokens or 0)
+            self._verify(cached_tokens, prompt_tokens)
+
+    def _verify(self, cached: int, counted: int | None) -> None:
+        """Compares with the prediction, where the answer is the chosen engine's."""
+        record, decision = self._record, self._record.decision
+        if not self._comparable or decision is None or decision.chosen is None or record.status != 200:
+            return
+        if record.served not in (None, "", decision.chosen.address):
+            return
+        predicted, tokens = decision.hit_tokens, decision.request.tokens
+        chosen = self._pool.by_name.get(instance_of(decision.chosen))
+        verdict = judge(
+            predicted,
+            cached,
+            tokens,
+            counted,
+            block=decision.request.block_size,
+            contended=self._contended,
+            at_least=decision.rank is None and chosen is not None and chosen.dp_size > 1,
+        )
+        verification = self._pool.self_verification
+        verification.add(verdict, (predicted - cached) / max(1, tokens), self._clock())
+        if verification.state != "unknown":
+            self._metrics.prediction_drift.labels(self._pool.name).set(verification.difference)
+
+    def _active(self) -> None:
+        chosen = self._record.decision.chosen if self._record.decision is not None else None
+        if chosen is not None:
+            self._pool.self_verification.active(instance_of(chosen), self._clock())
 
     def close(self) -> None:
+        self._active()
         self._ticket.close(self._clock())
         if self._trace is not None:
             self._trace(self._record.cached_tokens)
@@ -162,6 +200,9 @@ class PoolDecider:
         if chosen is None:
             reason = Reason.NO_CANDIDATE if decision.reason == "no_candidate" else Reason.INTERNAL
             return self._pass(record, Unscored(reason, decision.detail), pool, started)
+        engine = instance_of(chosen)
+        waiting = pool.inflight.of_instance(engine).waiting_requests
+        contended = pool.self_verification.contended(engine, waiting, scored)
         ticket = decision.charge(pool.inflight, scored)
         record.total_seconds = clock() - started
         stage["total"].observe(record.total_seconds)
@@ -191,7 +232,16 @@ class PoolDecider:
                 "speculative_tokens": decision.speculative_tokens,
             },
             response_headers=self._explain(record.scorer, chosen.name, decision) if self._names.explain else (),
-            ticket=Follow(ticket, record, pool, metrics, clock, self._traced(started, pool, decision, keys)),
+            ticket=Follow(
+                ticket,
+                record,
+                pool,
+                metrics,
+                clock,
+                self._traced(started, pool, decision, keys),
+                comparable=comparable(decision, partial=prompt.partial),
+                contended=contended,
+            ),
         )
 
     def _traced(

@@ -20,6 +20,7 @@ from extproc.prompt.prompter import Prompt, Prompter
 from extproc.reasons import Unscored
 from extproc.router import Router
 from extproc.scorers.base import Request
+from extproc.self_verification import SelfVerification
 from extproc.shedding import Shedding
 from extproc.speculative import Approximate, Speculation
 from kvindex.directory import Directory, Match
@@ -96,6 +97,7 @@ class Pool:
         self.beside = beside
         self.shedding = shedding
         self.liveness = liveness
+        self.self_verification = SelfVerification(name)
         self.session_header = session_header
         self._publishers = publishers
         self._load_path = load_path
@@ -152,6 +154,7 @@ class Pool:
     def _refresh(self) -> None:
         mine = self._known = {name: one for name, one in self._fleet.snapshot().items() if one.pool == self.name}
         self.inflight.update(mine.values())
+        self.self_verification.retain(mine)
         if isinstance(self.beside, Approximate):
             self.beside.retain(mine.values())
         if self.liveness is not None:
