@@ -93,7 +93,7 @@ class Publisher:
         replay_port: int | None,
         connect: str | None = None,
     ) -> None:
-        """Bind (0 = a free port, None = no such socket: no events, no replay). Raises PortsTaken and leaves nothing open.
+        """Bind (0 = a free port, None = no such socket). Raises PortsTaken and leaves nothing open.
 
         connect   the PUB socket connects there instead of binding, as vLLM does for an endpoint without `*`
         """

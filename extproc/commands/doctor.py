@@ -105,7 +105,7 @@ def _progress() -> Iterator[Progress | None]:
     from rich.console import Console
 
     with Console(stderr=True).status("checking ...") as line:
-        yield lambda done, total, title: line.update(f"checked {done} of {total}: {title}")
+        yield lambda done, total, title: line.update(f"{done} of {total} checks: {title}")
 
 
 def _print(report: Report, *, verbose: bool) -> None:

@@ -157,6 +157,11 @@ class Context:
         """The pool's prompter as the server loads it, or why it cannot be loaded."""
         return await self.once(("prompter", pool.name), lambda: asyncio.to_thread(self._load, pool))
 
+    async def load(self) -> None:
+        """Loads every pool's tokenizer now."""
+        for pool in self.pools:
+            await self.prompter(pool)
+
     def _load(self, pool: Pool) -> Prompter | str:
         from dataclasses import replace
 

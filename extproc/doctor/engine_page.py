@@ -17,7 +17,7 @@ class EnginePage:
     kind           "vllm", "sglang", "trtllm", "" = none of these
     cache          labels of cache_config_info of the first rank
     ranks          data-parallel ranks that have series
-    prompt_tokens  prefilled so far, all ranks; None when the page does not tell
+    prompt_tokens  prefilled so far, by rank (0 where the page tells none)
     adapters       names in lora_requests_info
     sleeping       ranks that sleep
     """
@@ -25,7 +25,7 @@ class EnginePage:
     kind: str = ""
     cache: Mapping[str, str] = field(default_factory=dict)
     ranks: frozenset[int] = frozenset()
-    prompt_tokens: float | None = None
+    prompt_tokens: Mapping[int, float] = field(default_factory=dict)
     adapters: frozenset[str] = frozenset()
     sleeping: bool = False
 
@@ -46,7 +46,7 @@ def parse(page: str) -> EnginePage:
     cache: dict[str, str] = {}
     ranks: set[int] = set()
     adapters: set[str] = set()
-    tokens: float | None = None
+    tokens: dict[int, float] = {}
     for name, text, value in _SAMPLE.findall(page):
         prefix = next((prefix for prefix in _KINDS if name.startswith(prefix)), None)
         if prefix is None:
@@ -60,10 +60,11 @@ def parse(page: str) -> EnginePage:
         if name.endswith(":cache_config_info"):
             cache = cache or labels
         elif name.endswith(":prompt_tokens_total") and number is not None:
-            tokens = (tokens or 0.0) + number
+            key = int(rank) if rank.isdigit() else 0
+            tokens[key] = tokens.get(key, 0.0) + number
         elif name == "vllm:lora_requests_info":
-            for key in ("running_lora_adapters", "waiting_lora_adapters"):
-                adapters.update(one.strip() for one in labels.get(key, "").split(",") if one.strip())
+            for label in ("running_lora_adapters", "waiting_lora_adapters"):
+                adapters.update(one.strip() for one in labels.get(label, "").split(",") if one.strip())
         elif name == "vllm:engine_sleep_state" and labels.get("sleep_state") != "awake" and number:
             sleeping = True
     return EnginePage(kind, cache, frozenset(ranks), tokens, frozenset(adapters), sleeping)

@@ -50,19 +50,19 @@ async def _streams(context: Context, pool: Pool) -> list[Stream]:
     before = {one.name: await context.page(pool, one) for one in instances}
     listener = await context.listener(pool)
     probed = await probe(context, pool) if context.options.live else ()
-    worked = {one.instance.name for one in probed if one.ok}
+    answered = {one.instance.name for one in probed if one.ok}
     found = []
     for facts in listener.facts():
-        page = before.get(facts.instance.name)
-        tokens = page.prompt_tokens if page else None
+        rank, page = facts.endpoint.dp_rank, before.get(facts.instance.name)
+        tokens = page.prompt_tokens.get(rank) if page else None
         later = None
         if tokens is not None and facts.report.sequence is None and not facts.heard.messages:
             fresh = await context.fresh_page(pool, facts.instance)
-            later = fresh.prompt_tokens if fresh else None
-        # a probe names rank 0; which rank other requests took is not known
-        probed_here = facts.instance.name in worked and facts.endpoint.dp_rank == 0
-        grew = None if tokens is None or later is None or facts.instance.dp_size > 1 else later > tokens
-        found.append(Stream(context, pool, facts, probed_here or grew, probed_here or (bool(tokens) if page else None)))
+            later = fresh.prompt_tokens.get(rank) if fresh else None
+        # probes name rank 0
+        asked = facts.instance.name in answered and rank == 0
+        grew = None if tokens is None or later is None else later > tokens
+        found.append(Stream(context, pool, facts, asked or grew, asked or (None if tokens is None else tokens > 0)))
     return found
 
 
@@ -257,7 +257,8 @@ async def decoded(one: Stream) -> AsyncIterator[Finding]:
     status, heard, endpoint = one.facts.report.status, one.facts.heard, one.facts.endpoint
     if status is None:
         return
-    if heard.broken or (status.damaged and status.error):
+    wrong_rank = heard.ranks - {endpoint.dp_rank}  # said by `arrive`
+    if heard.broken or (status.damaged and status.error and not wrong_rank):
         yield error(
             "events.undecodable",
             one.where,

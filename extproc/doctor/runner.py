@@ -47,6 +47,10 @@ async def examine(
         return outcome
 
     try:
+        if progress is not None:
+            progress(0, len(chosen), "loading tokenizers")
+        # first and alone: it holds the interpreter for seconds, and would make every time-out fire
+        await context.load()
         outcomes = await asyncio.gather(*(one(check) for check in chosen))
         return Report(tuple(outcomes), await context.summary(), time.monotonic() - started)
     finally:
