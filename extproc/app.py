@@ -364,6 +364,7 @@ class App:
             "speculative_blocks": pool.speculative_blocks,
             "approximate": isinstance(pool.beside, Approximate),
             "block_size": pool.directory.block_size,
+            "self_verification": pool.self_verification.as_dict(),
             "instances": [
                 {
                     "name": one.name,
