@@ -25,7 +25,16 @@ from typing import Any, NamedTuple, Protocol
 from kvindex.dialects import DIALECTS, Dialect, DialectOptions
 from kvindex.dialects.pushed import Push, PushDecoder
 from kvindex.errors import ConfigurationError, KVIndexError
-from kvindex.fleet import Fleet, Instance, PoolPublisher, StreamEndpoint, check_medium, endpoints_of, same_stream
+from kvindex.fleet import (
+    Fleet,
+    Instance,
+    PoolPublisher,
+    StreamEndpoint,
+    check_medium,
+    endpoints_of,
+    one_port_each,
+    same_stream,
+)
 from kvindex.hashing import DEFAULT_SEED
 from kvindex.index import PrefixIndex, StreamView, Walk
 from kvindex.link import LinkStatus
@@ -85,7 +94,8 @@ def plan(instances: Iterable[Instance], *, max_streams: int, taken: Mapping[str,
         )
         if clash is not None:
             others = sorted(set(owners[clash]) - {instance.name}) or [instance.name]
-            skipped[instance.name] = (instance, f"endpoint {clash} is also claimed by {', '.join(others)}")
+            hint = one_port_each(clash, instance)
+            skipped[instance.name] = (instance, f"endpoint {clash} is also claimed by {', '.join(others)}{hint}")
         elif used + len(instance.events) > max_streams:
             reason = f"max_streams {max_streams} reached: {used} in use, {len(instance.events)} more needed"
             skipped[instance.name] = (instance, reason)
@@ -355,6 +365,15 @@ class Directory:
         done: Future[PushResult] = Future()
         self._driver.post(partial(self._push, body, done))
         return done
+
+    def stream(self, instance: str, dp_rank: int) -> Stream | None:
+        """The stream of an engine's rank that is followed over the network. What it holds is the driver's thread's."""
+        stream = self._streams.get((instance, dp_rank))
+        return None if stream is None or stream.endpoint.pushed else stream
+
+    def post(self, work: Callable[[], None]) -> None:
+        """Does it in the driver's thread; returns at once."""
+        self._driver.post(work)
 
     def _each(self, instance: str, dp_rank: int | None, act: Callable[[Stream], None]) -> int:
         """Streams of an instance, or of the publisher of that name."""

@@ -244,7 +244,15 @@ def check_instances(instances: tuple[Instance, ...] | list[Instance]) -> None:
         for value in (instance.address, *endpoints):
             other = owners.setdefault(value, instance.name)
             if other != instance.name:
-                raise ConfigurationError(f"instances {other!r} and {instance.name!r} both have {value!r}")
+                shared = one_port_each(value, instance)
+                raise ConfigurationError(f"instances {other!r} and {instance.name!r} both have {value!r}{shared}")
+
+
+def one_port_each(endpoint: str, instance: Instance) -> str:
+    """What to say besides of an endpoint that two instances have: engines that connect to us need a port each."""
+    if any(stream.bind and stream.events == endpoint for stream in instance.events):
+        return ": engines that connect to one port cannot be told apart when one reconnects, bind a port for each"
+    return ""
 
 
 def _is_int(value: object) -> bool:

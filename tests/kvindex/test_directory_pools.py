@@ -13,7 +13,7 @@ import pytest
 
 from kvindex.directory import NO_BLOCKS, Directory
 from kvindex.errors import ConfigurationError, DecodeError
-from kvindex.fleet import PUSHED, Instance, PoolPublisher, StreamEndpoint
+from kvindex.fleet import PUSHED, Instance, PoolPublisher, StreamEndpoint, check_instances
 from kvindex.pushes import PushResult
 from tests.kvindex.test_directory import FakeDriver, engine, feed, keys
 
@@ -157,6 +157,15 @@ def test_an_endpoint_that_a_publisher_has_is_no_engines() -> None:
     site = Site(PoolPublisher("master", replace(POOL, events="tcp://10.0.0.2:5557")))
     errors = {report.instance: report.error for report in site.directory.status() if report.state == "skipped"}
     assert errors == {"e-2": "endpoint tcp://10.0.0.2:5557 is also claimed by publisher master"}
+
+
+def test_engines_that_connect_need_a_port_each() -> None:
+    events = (StreamEndpoint(0, "tcp://*:5557", topic="kv@a", bind=True),)
+    both = [engine("e-1", events=events), engine("e-2", events=(replace(events[0], topic="kv@b"),))]
+    with pytest.raises(ConfigurationError, match="bind a port for each"):
+        check_instances(both)
+    site = Site(instances=tuple(both))
+    assert all("bind a port for each" in str(report.error) for report in site.directory.status())
 
 
 def media(name: str = "e-1", **more: Any) -> Instance:

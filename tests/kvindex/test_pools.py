@@ -13,7 +13,7 @@ import pytest
 from kvindex import content as content_module
 from kvindex.errors import KVIndexError
 from kvindex.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Tier
-from kvindex.index import PrefixIndex, StreamView, Walk
+from kvindex.index import PrefixIndex, StreamView, TierBlocks, Walk
 from kvindex.pools import PoolView, open_pool
 from tests.kvindex.index_model import (
     Chain,
@@ -156,6 +156,36 @@ def test_cleared_pools_forget_what_they_hold_and_keep_what_was_explained() -> No
         assert (stage.pool.blocks, stage.pool.remembered, stage.pool.explanations) == ((0, 0, 0), 0, 2)
         stage.pool.apply(copied([1, 2], S))
         assert stage.hits(1, 2) == {"a": (0, 0, 2), "b": (0, 0, 2)}
+
+
+def test_a_sweep_shows_nothing_half_done() -> None:
+    """While the pool is cleared none of it counts, while a member is cleared all of the pool does."""
+    seen: list[tuple[dict[str, TierBlocks], ...]] = []
+    index = PrefixIndex(block_size=4, pace=lambda: seen.append(look()))
+    views = {name: index.open(walk=Walk.CASCADE, name=name) for name in "ab"}
+    pool = open_pool(index)
+    prompt = list(range(300))
+    keys = plain_keys(*prompt)
+
+    def look() -> tuple[dict[str, TierBlocks], ...]:
+        return tuple({view.name: blocks for view, blocks in index.find(some).items()} for some in (keys, keys[:1]))
+
+    for view in (*views.values(), pool):
+        view.visible = True
+    pool.serve(views.values())
+    views["a"].explain_to((pool,))
+    views["a"].apply(stored(prompt, prompt))
+    views["a"].apply(stored(prompt, prompt, tier=H))
+    pool.apply(copied(prompt))
+    seen.clear()
+    views["a"].clear()
+    assert len(seen) > 3
+    assert all(found == ({"a": (0, 300, 0), "b": (0, 300, 0)}, {"a": (0, 1, 0), "b": (0, 1, 0)}) for found in seen)
+    seen.clear()
+    pool.clear()
+    assert len(seen) > 3
+    assert all(found == ({}, {}) for found in seen)
+    index.check()
 
 
 def test_late_pools_are_told_everything() -> None:
