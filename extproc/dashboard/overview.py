@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MAX_ROWS = 512
 """Instances, and streams, in one answer; `left_off` tells how many more there are."""
 MAX_DECISIONS = 60
+MAX_TROUBLES = 5
 TIERS = ("device", "host", "disk")
 
 
@@ -45,18 +46,12 @@ def overview(source: Source, history: History, since: int) -> dict[str, Any]:
     """`since`: the tick of the answer before, -1 = none; only what is newer comes of the history."""
     status = source.status()
     pools = {pool.name: pool for pool in source.pools}
-    reports = {
-        (pool.name, report.instance, report.dp_rank): report
-        for pool in pools.values()
-        for report in pool.directory.status()
-    }
     used: dict[str, Remedy] = {}
     streams, instances = [], []
     chosen = _chosen(source.metrics_registry.decisions)
     for pool in status["pools"]:
         for stream in pool["streams"]:
-            report = reports.get((pool["name"], stream["instance"], stream["dp_rank"]))
-            problem = remedy_of(report) if report is not None else None
+            problem = remedy_of(stream)
             if problem is not None:
                 used[problem.key] = problem
             streams.append({"pool": pool["name"], **stream, "problem": problem.key if problem is not None else None})
@@ -85,9 +80,8 @@ def overview(source: Source, history: History, since: int) -> dict[str, Any]:
         "version": status["version"],
         "uptime_seconds": status["uptime_seconds"],
         "ready": source.readiness()[0],
-        # what other parts of the status page may say; absent = nothing
-        "self_verification": status.get("self_verification"),
-        "reload_error": status.get("reload_error"),
+        "reload_error": status["reload_error"],
+        "troubles": _troubles(status),
         "pools": [_pool(pool, pools[pool["name"]]) for pool in status["pools"]],
         "instances": instances[:MAX_ROWS],
         "streams": streams[:MAX_ROWS],
@@ -98,6 +92,15 @@ def overview(source: Source, history: History, since: int) -> dict[str, Any]:
         "decisions_seen": log.added,
         "history": history.since(since),
     }
+
+
+def _troubles(status: Mapping[str, Any]) -> list[dict[str, str]]:
+    """What goes wrong beside streams: sources of instances, files written for Envoy."""
+    found = [(f"discovery {one['name']}", one["error"]) for one in status["discovery"]]
+    for one in status["discovery"]:
+        found += [(f"discovery {one['name']}, instance {name}", why) for name, why in one["refused"].items()]
+    found += [(f"endpoints file {one['path']}", one["error"]) for one in status["endpoints_files"]]
+    return [{"where": where, "error": str(error)} for where, error in found if error][:MAX_TROUBLES]
 
 
 def _pool(pool: Mapping[str, Any], known: Pool) -> dict[str, Any]:

@@ -7,10 +7,10 @@ compares).
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from extproc.reasons import Reason
-from kvindex.directory import StreamReport
 
 
 class Remedy(NamedTuple):
@@ -128,14 +128,14 @@ STREAMS: tuple[Remedy, ...] = (
 _COMPILED = tuple((re.compile(row.pattern), row) for row in STREAMS)
 
 
-def remedy_of(report: StreamReport) -> Remedy | None:
-    """The rule that fits a stream, None for one that has nothing wrong."""
-    error = report.error or report.link.error
-    if error is None and report.synchronized:
-        if report.complete:
+def remedy_of(stream: Mapping[str, Any]) -> Remedy | None:
+    """The rule that fits a stream as `/streams` has it, None for one that has nothing wrong."""
+    error = stream["error"]
+    if error is None and stream["synchronized"]:
+        if stream["complete"]:
             return None
         error = "incomplete"
-    text = f"{report.state}: {error or ''}"
+    text = f"{stream['state']}: {error or ''}"
     return next(row for pattern, row in _COMPILED if pattern.search(text))
 
 

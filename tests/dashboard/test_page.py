@@ -369,22 +369,30 @@ def test_banners(page: webdriver.Chrome) -> None:
     """What the status may say beside: drift, a refused configuration, not ready."""
     with World(1) as world:
         status, readiness = world.app.status, world.app.readiness
-        more: dict[str, Any] = {
-            "reload_error": "kvcar.yaml:3: pools[0].scorer: unknown",
-            "self_verification": {"demo": {"drift": True, "cause": "another block size", "checked": 100}},
-        }
-        world.app.status = lambda: {**status(), **more}  # type: ignore[method-assign]
+        more: dict[str, Any] = {"reload_error": "kvcar.yaml:3: pools[0].scorer: unknown"}
+        drift = {"state": "drift", "likely_cause": "other prompt tokens", "remedy": "`kvcar doctor` shows them"}
+        check = {"self_verification": drift}
+
+        def changed() -> dict[str, Any]:
+            now = status()
+            refused = {"name": "etcd", "error": "connection refused", "refused": {"x": "twice"}}
+            return {**now, "pools": [{**now["pools"][0], **check}], "discovery": [refused], **more}
+
+        world.app.status = changed  # type: ignore[method-assign]
         world.app.readiness = lambda: (False, readiness()[1])  # type: ignore[method-assign]
         open_page(page, world)
         shows(page, "[data-banner=reload]", lambda found: "pools[0].scorer" in found)
-        shows(page, "[data-banner=drift-0]", lambda found: "demo; another block size" in found)
+        shows(
+            page, "[data-banner=drift-demo]", lambda found: "other prompt tokens" in found and "kvcar doctor" in found
+        )
+        shows(page, "[data-banner='discovery etcd']", "discovery etcd: connection refused")
+        shows(page, "[data-banner='discovery etcd, instance x']", "discovery etcd, instance x: twice")
         shows(page, "[data-banner=not-ready]", lambda found: "not ready" in found)
         shows(page, "#replica", "not ready")
-        more["self_verification"] = {"demo": {"drift": False}}
+        check["self_verification"] = {**drift, "state": "ok"}
         more["reload_error"] = None
-        wait_for(
-            lambda: not page.find_elements(By.CSS_SELECTOR, "[data-banner=reload], [data-banner=drift-0]"), "banners go"
-        )
+        gone = "[data-banner=reload], [data-banner=drift-demo]"
+        wait_for(lambda: not page.find_elements(By.CSS_SELECTOR, gone), "banners go")
 
 
 def test_128_streams(page: webdriver.Chrome) -> None:

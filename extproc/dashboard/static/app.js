@@ -164,9 +164,11 @@ function frame() {
 function notices(found) {
   const list = [];
   if (!found.ready) list.push({ key: "not-ready", level: "warn", text: "This replica is not ready: it is starting, draining, or its event threads have stopped. /readyz and the log say which." });
-  const reload = words(found.reload_error);
-  if (reload) list.push({ key: "reload", level: "bad", text: `The changed configuration was not taken over, the old one goes on: ${reload}` });
-  for (const [i, drift] of drifts(found.self_verification).entries()) list.push({ key: `drift-${i}`, level: "bad", text: `Predictions differ from what engines report: ${drift}` });
+  if (found.reload_error) list.push({ key: "reload", level: "bad", text: `The changed configuration was refused, the one before goes on: ${found.reload_error}` });
+  for (const { where, error } of found.troubles) list.push({ key: where, level: "bad", text: `${where}: ${error}` });
+  for (const { name, self_verification: check } of found.pools) {
+    if (check?.state === "drift") list.push({ key: `drift-${name}`, level: "bad", text: `Pool ${name}: predictions differ from what engines report. Likely cause: ${check.likely_cause}. What to do: ${check.remedy}.` });
+  }
   for (const pool of found.pools) {
     if (!pool.tokenizer_loaded) list.push({ key: `tokenizer-${pool.name}`, level: "bad", text: `Pool ${pool.name} has no tokenizer: all but requests given as token ids pass unscored. The log of the start says why.` });
     if (pool.approximate) list.push({ key: `approximate-${pool.name}`, level: "warn", text: `Pool ${pool.name} is approximate: it counts what was sent, not what engines report.` });
@@ -174,20 +176,6 @@ function notices(found) {
   const { instances, streams } = found.left_off;
   if (instances || streams) list.push({ key: "left-off", level: "warn", text: `Not shown: ${count(instances)} instances and ${count(streams)} streams. /status has them all.` });
   return list;
-}
-
-/** A message, whether it comes as text or as an object with one. */
-function words(value) {
-  if (!value) return "";
-  if (typeof value === "string") return value;
-  return [value.pool, value.instance, value.cause, value.error ?? value.message ?? value.detail, value.remedy].filter((part) => typeof part === "string" && part).join("; ") || JSON.stringify(value).slice(0, 300);
-}
-
-/** Self-verification is one object, or one by pool; each says `drift` and, if known, the cause. */
-function drifts(given) {
-  if (!given || typeof given !== "object") return [];
-  const all = Array.isArray(given) ? given : "drift" in given ? [given] : Object.entries(given).map(([pool, one]) => (one && typeof one === "object" ? { pool, ...one } : one));
-  return all.filter((one) => one && typeof one === "object" && one.drift).map((one) => words(typeof one.drift === "object" ? { ...one, ...one.drift } : one));
 }
 
 // -- controls
