@@ -15,9 +15,10 @@ from kvindex.hashing import content_keys, extras_bytes, pack_tokens, root_bytes
 if TYPE_CHECKING:
     from kvindex.client import Reset, Subscription, subscribe
     from kvindex.directory import Directory, Match, StreamReport
-    from kvindex.fleet import Fleet, FleetChange, Instance, InstanceState, StreamEndpoint
+    from kvindex.fleet import PUSHED, Fleet, FleetChange, Instance, InstanceState, PoolPublisher, StreamEndpoint
     from kvindex.index import PrefixIndex, StreamView, TierBlocks, Walk
     from kvindex.options import TransportOptions
+    from kvindex.pushes import PushResult
     from kvindex.sync import Recovery, StreamStatus, StreamSync, SyncLimits
     from kvindex.transport import EventTransport
 
@@ -25,15 +26,17 @@ if TYPE_CHECKING:
 _HOMES = {
     "client": ("Reset", "Subscription", "subscribe"),
     "directory": ("Directory", "Match", "StreamReport"),
-    "fleet": ("Fleet", "FleetChange", "Instance", "InstanceState", "StreamEndpoint"),
+    "fleet": ("PUSHED", "Fleet", "FleetChange", "Instance", "InstanceState", "PoolPublisher", "StreamEndpoint"),
     "index": ("PrefixIndex", "StreamView", "TierBlocks", "Walk"),
     "options": ("TransportOptions",),
+    "pushes": ("PushResult",),
     "sync": ("Recovery", "StreamStatus", "StreamSync", "SyncLimits"),
     "transport": ("EventTransport",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "PUSHED",
     "AllBlocksCleared",
     "Batch",
     "BlockRemoved",
@@ -50,7 +53,9 @@ __all__ = [
     "InstanceState",
     "KVIndexError",
     "Match",
+    "PoolPublisher",
     "PrefixIndex",
+    "PushResult",
     "Recovery",
     "Reset",
     "Skipped",
