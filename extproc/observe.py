@@ -268,7 +268,7 @@ def forget_gone(metrics: Metrics, fleet: Fleet) -> None:
 
     def changed(change: FleetChange) -> None:
         before, after = change.before, change.after
-        if before is not None and (after is None or after.pool != before.pool):
+        if before is not None and (after is None or (after.pool, after.dp_size) != (before.pool, before.dp_size)):
             metrics.forget(before.pool, before.name, before.dp_size)
 
     fleet.listen(changed)

@@ -62,10 +62,13 @@ def guarded(more: Iterable[web.AbstractRouteDef], *, token: str | None = None) -
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        # the path of the route that will serve it, however the request spells it
+        resource = request.match_info.route.resource
+        path = resource.canonical if resource is not None else ""
         refused = objection(
-            request.method, request.headers, request.remote, expected=expected, open_to_all=request.path in open_paths
+            request.method, request.headers, request.remote, expected=expected, open_to_all=path in open_paths
         )
-        if refused is None and (request.method, request.path) in actions:
+        if refused is None and (request.method, path) in actions:
             refused = action_objection(request.content_type, request.remote, with_token=expected is not None)
         if refused is not None:
             return reply({"error": refused[1]}, refused[0])

@@ -22,8 +22,9 @@ from extproc.admin.actions import Actions
 from extproc.admin.pages import Pages
 from extproc.admin.query import Queries
 from extproc.admin.server import AdminServer, make_app, tls_context
+from extproc.assembly import check_files
 from extproc.cli import main
-from extproc.config import Config, parse
+from extproc.config import Config, ConfigError, parse
 from extproc.metrics import Metrics
 from extproc.overrides import Overrides
 from kvindex.directory import Stream
@@ -187,6 +188,27 @@ async def test_bodies_and_origins_of_actions(source: Source) -> None:
     async with TestClient(TestServer(make_app(source, token="a-long-secret"))) as http:
         assert (await act(http, path, {"instance": "engine-a"}))[0] == 401
         assert (await act(http, path, {"instance": "engine-a"}, **{"X-Internal-Token": "a-long-secret"}))[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/instances/%64rain", "/instances%2Fdrain", "/./instances/drain", "/x/../instances/drain",
+                                  "//instances/drain", "/instances/drain/", "/instances/drain?a=/healthz"])  # fmt: skip
+@pytest.mark.parametrize("token", [None, "a-long-secret"])
+async def test_the_guard_reads_the_route_and_not_the_spelling(source: Source, path: str, token: str | None) -> None:
+    """A client library would tidy the path up."""
+    body = b'{"instance": "engine-a"}'
+    async with TestServer(make_app(source, token=token)) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(f"POST {path} HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        status = int((await reader.readline()).split()[1])
+        writer.close()
+    assert status in ((401,) if token else (404, 415)), "no JSON content type, no token"
+    assert source.overrides.drained == frozenset()
+
+
+def test_files_of_admin_tls_are_checked() -> None:
+    config = parse(CONFIG.replace("admin: {", "admin: {tls: {cert: /nowhere.pem, key: /nowhere.key}, "))
+    with pytest.raises(ConfigError, match=r"admin\.tls\.cert: '/nowhere\.pem' is no readable file"):
+        check_files(config)
 
 
 async def test_pools(client: Client) -> None:

@@ -139,6 +139,10 @@ def test_series_end_with_their_instance_and_pool() -> None:
     pool._fleet.remove("engine-b")
     assert not [name for name in samples(metrics) if "engine-b" in name]
     assert "kvcar_decisions_total{engine=engine-a,pool=qwen,scorer=car}" in samples(metrics)
+    pool._fleet.upsert(engine("engine-a", ranks=2))  # other ranks, other labels
+    assert "kvcar_decisions_total{engine=engine-a,pool=qwen,scorer=car}" not in samples(metrics), (
+        "it has other ranks now"
+    )
     pools.clear()
     assert not [name for name in samples(metrics) if "pool=qwen" in name]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import urllib.error
 import urllib.request
@@ -10,14 +11,17 @@ from typing import Any
 
 import pytest
 import schemathesis
+import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from examples.emulator.process import EmulatorProcess
-from examples.local.processes import KvcarProcess, wait_for
+from examples.local.processes import KvcarProcess, http_get, wait_for
 from examples.local.stack import kvcar_config
+from extproc.app import App
+from extproc.config import parse
 
 pytestmark = pytest.mark.real
 TOKEN = "a-secret-of-the-admin-port"
@@ -95,3 +99,19 @@ def test_pages_of_others_cannot_act(kvcar: KvcarProcess) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         call(kvcar, "/instances/drain", {"instance": "engine-a"}, Origin="https://evil.example")
     assert refused.value.code == 403
+
+
+async def test_every_route_of_a_running_kvcar_is_described(engine: EmulatorProcess) -> None:
+    config = kvcar_config([engine], ext_proc="127.0.0.1:0")
+    config["admin"] = {"address": "127.0.0.1:0"}
+    app = App(parse(yaml.safe_dump(config)))
+    try:
+        address = (await app.start())["admin"]
+        assert app._admin is not None
+        routes = app._admin._runner.app.router.routes()
+        served = {(one.method, one.resource.canonical) for one in routes if one.resource and one.method != "HEAD"}
+        _, body = await asyncio.to_thread(http_get, f"http://{address}/openapi.json")
+        paths = json.loads(body)["paths"]
+        assert served == {(method.upper(), path) for path, methods in paths.items() for method in methods}
+    finally:
+        await app.stop()
