@@ -15,6 +15,7 @@ from typing import Any
 
 from extproc import __version__
 from extproc.admin.query import Queries
+from extproc.admin.registration import Registrations
 from extproc.admin.server import AdminServer, make_app, tls_context
 from extproc.aibrix_metrics import add_aibrix
 from extproc.assembly import Assembly, Built, instances_of, same_bounds
@@ -30,6 +31,8 @@ from extproc.overrides import Overrides
 from extproc.pool import Pool
 from extproc.pools import Pools
 from extproc.reasons import Reason
+from extproc.registrar import PoolHomes, Registrar
+from extproc.registry import Registry
 from extproc.reload import FileWatch, applicable, read, replace_instances
 from extproc.server import ExtProcServer, LoggingObserver, ServerError, ServerOptions, TlsOptions
 from extproc.session_rules import SessionOptions
@@ -37,6 +40,7 @@ from extproc.sources import Sources
 from extproc.speculative import Approximate
 from extproc.trace_log import TraceLog
 from extproc.watch import settled, watch
+from kvindex.discovery.registered import Registered
 from kvindex.errors import ConfigurationError
 from kvindex.fleet import Fleet
 from kvindex.options import TransportOptions, from_environment
@@ -171,7 +175,11 @@ class App:
             max_body_bytes=limits.max_body_bytes,
         )
         more = (*queries.routes(), *self.dashboard.endpoints())
-        admin = make_app(self, token=config.admin.token, more=more)
+        registrar = Registrar(
+            Registry(form=config.admin.conductor_form),
+            PoolHomes(self.pools, lambda: self.sources.of_type(Registered)),
+        )
+        admin = make_app(self, token=config.admin.token, more=[*more, *Registrations(registrar).routes()])
         admin.cleanup_ctx.append(self.dashboard.sampling)
         try:
             files = config.admin.tls
@@ -189,6 +197,7 @@ class App:
         except ServerError as error:
             raise ConfigError(f"listen: {error}") from None
         self._tasks = [asyncio.create_task(watch(self.pools)), asyncio.create_task(self._get_ready(self._server))]
+        self._tasks.append(asyncio.create_task(registrar.run()))
         self._tasks.append(asyncio.create_task(self._start_files()))
         if self._path is not None and config.reload.watch:
             self._tasks.append(asyncio.create_task(self._follow_file(FileWatch(self._path))))

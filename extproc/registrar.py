@@ -108,6 +108,7 @@ class Registrar:
     def __init__(self, registry: Registry, homes: Homes) -> None:
         self.registry = registry
         self.homes = homes
+        self._failed: dict[Worker, str] = {}
         self._told: dict[Context, tuple[Directory, tuple[PoolPublisher, ...]]] = {}
 
     def register(self, given: Registration, now: float) -> None:
@@ -118,7 +119,7 @@ class Registrar:
         size = home.directory.block_size
         if size is not None and given.block_size not in (None, size):
             raise self.registry.conflict(f"model {given.model} has blocks of {size} tokens, not {given.block_size}")
-        known = self.registry.ranks(worker)
+        known = dict(self.registry.ranks(worker))
         if not given.is_pool:
             if not known and home.taken(worker.instance_id):
                 raise self.registry.conflict(
@@ -132,7 +133,16 @@ class Registrar:
         if self.registry.register(given, now):
             log.info("registered %s rank %d of model %s, events at %s", worker.instance_id, given.dp_rank,
                      given.model, given.events)  # fmt: skip
-            self._refresh(worker, home)
+            try:
+                self._refresh(worker, home)
+            except ConfigurationError as error:  # a store whose name or endpoint a configured one has
+                before = known.get(given.dp_rank)
+                self.registry.unregister(
+                    worker.instance_id, dp_rank=given.dp_rank, tenant=worker.context.tenant, model=worker.context.model
+                )
+                if before is not None:
+                    self.registry.register(before, now)
+                raise self.registry.conflict(str(error)) from None
 
     def unregister(
         self, instance_id: str, *, dp_rank: int | None = None, tenant: str = TENANT, model: str | None = None
@@ -150,10 +160,9 @@ class Registrar:
         for worker in self.registry.workers():
             home = self.homes.of(worker.context)
             if home is not None:
-                if any(one.is_pool for one in self.registry.ranks(worker).values()):
-                    self._publish(worker.context, home)
-                elif not home.knows(worker.instance_id):
-                    self._refresh(worker, home)
+                is_pool = any(one.is_pool for one in self.registry.ranks(worker).values())
+                if is_pool or not home.knows(worker.instance_id):
+                    self._keep(worker, home)
 
     async def run(self, interval: float = 1.0) -> None:
         """Ticks until cancelled."""
@@ -171,20 +180,26 @@ class Registrar:
         for worker in {one.worker for one in removed}:
             home = self.homes.of(worker.context)
             if home is not None:
-                self._refresh(worker, home)
+                self._keep(worker, home)
+
+    def _keep(self, worker: Worker, home: Home) -> None:
+        """As `_refresh`; what a reload has made impossible is logged once."""
+        try:
+            self._refresh(worker, home)
+            self._failed.pop(worker, None)
+        except ConfigurationError as error:
+            if self._failed.get(worker) != str(error):
+                log.error("registered %s cannot be followed: %s", worker.instance_id, error)
+            self._failed[worker] = str(error)
 
     def _refresh(self, worker: Worker, home: Home) -> None:
-        """The home has the worker, or has it not, as the registry says."""
+        """The home has the worker, or has it not, as the registry says. Raises ConfigurationError."""
         ranks = self.registry.ranks(worker)
         self._publish(worker.context, home)
         if not ranks or next(iter(ranks.values())).is_pool:
             home.remove(worker.instance_id)
             return
-        try:
-            home.upsert(_instance(ranks, home))
-        except ConfigurationError as error:  # a reload gave the pool a recovery that this worker cannot have
-            log.error("%s", error)
-            home.remove(worker.instance_id)
+        home.upsert(_instance(ranks, home))
 
     def _publish(self, context: Context, home: Home) -> None:
         wanted = tuple(

@@ -377,6 +377,8 @@ def parse_registration(fields: object, form: str) -> Registration:
         shape.number("dp_size", 1, 4096),
         shape.text("topic") if shape.fields.get("topic") is not None else None,
     )
+    if given.replay and given.events == PUSHED:
+        raise shape.wrong("replay_endpoint needs endpoint, or medium_endpoints.npu")
     if given.dp_size is not None and given.dp_rank >= given.dp_size:
         raise shape.wrong(f"dp_rank {given.dp_rank} is not below dp_size {given.dp_size}")
     try:

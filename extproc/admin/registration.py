@@ -91,8 +91,9 @@ class Registrations:
         ]  # fmt: skip
         if with_query:
             found.append(
-                Endpoint("POST", "/query", self._served(self._query), "Who holds a prompt: the conductors' API",
-                         {200: OBJECT, **wrong}, body=record({"model": TEXT, "token_ids": {"type": "array"}}))
+                Endpoint("POST", "/query", self._served(self._query, always=True),
+                         "Who holds a prompt: the conductors' API", {200: OBJECT, **wrong},
+                         body=record({"model": TEXT, "token_ids": {"type": "array"}}))
             )  # fmt: skip
         return found
 
