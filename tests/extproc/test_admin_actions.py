@@ -190,8 +190,11 @@ async def test_bodies_and_origins_of_actions(source: Source) -> None:
         assert (await act(http, path, {"instance": "engine-a"}, **{"X-Internal-Token": "a-long-secret"}))[0] == 200
 
 
-@pytest.mark.parametrize("path", ["/instances/%64rain", "/instances%2Fdrain", "/./instances/drain", "/x/../instances/drain",
-                                  "//instances/drain", "/instances/drain/", "/instances/drain?a=/healthz"])  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    ["/instances/%64rain", "/instances%2Fdrain", "/./instances/drain", "/x/../instances/drain", "//instances/drain",
+     "/instances/drain/", "/instances/drain?a=/healthz"],
+)  # fmt: skip
 @pytest.mark.parametrize("token", [None, "a-long-secret"])
 async def test_the_guard_reads_the_route_and_not_the_spelling(source: Source, path: str, token: str | None) -> None:
     """A client library would tidy the path up."""
