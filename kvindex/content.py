@@ -18,12 +18,12 @@ Writer thread only; readers see nothing of this but the mask bits in `Rows`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any, Final
 
 from kvindex.errors import CapacityExceeded
-from kvindex.events import BlockRemoved, BlockStored, EngineHash, Outcome, Tier
+from kvindex.events import BlockRemoved, BlocksMapped, BlockStored, EngineHash, Outcome, Tier
 from kvindex.hashing import content_key, content_keys
 from kvindex.rows import BUCKET, Buckets, Rows
 from kvindex.shards import CUT, Parts, drain, low_byte, low_bytes
@@ -106,6 +106,24 @@ class Content:
             (hash_, shards[number].get(hash_, 0)) for hash_, number in zip(hashes, self._numbers(hashes), strict=True)
         ]
 
+    @property
+    def places(self) -> Mapping[int, int]:
+        """group * 4 + tier -> number of the place."""
+        return self._places
+
+    @property
+    def columns(self) -> tuple[list[bytes | None], list[int]]:
+        """Keys and followers of all rows, to be read only."""
+        return self._rows.keys, self._rows.after
+
+    def known_hashes(self, pace: Callable[[], None]) -> Iterator[tuple[EngineHash, int, int]]:
+        """(hash, row, copies) of every known hash; nothing may be written meanwhile. O(known), paced."""
+        for number, shard in enumerate(self.shards):
+            odd = self.odd[number]
+            for hash_, row in shard.items():
+                yield hash_, row, odd.get(hash_, self._home_unit)
+            pace()
+
     # ---- shards -------------------------------------------------------------------------------------------------
 
     def _number(self, hash_: EngineHash) -> int:
@@ -133,13 +151,15 @@ class Content:
             setattr(self, name, parts)
 
     def _shrink(self) -> None:
-        """Nothing is known any more: back to one shard. Emptied dicts keep their tables, so these go."""
-        for table in (self.shards, self.odd):
-            for number in range(len(table)):
-                table[number] = {}
-                self._pace()
+        """Back to one shard when little is left: emptied dicts keep their tables."""
         self._mask = 0
-        self.shards, self.odd = [{}], [{}]
+        for name in ("shards", "odd"):
+            whole: dict[EngineHash, int] = {}
+            parts = getattr(self, name)
+            while parts:
+                whole.update(parts.pop())
+                self._pace()
+            setattr(self, name, [whole])
 
     # ---- events -------------------------------------------------------------------------------------------------
 
@@ -340,6 +360,34 @@ class Content:
                 self.counts[tier] += 1
         return len(hashes)
 
+    def store_mapped(self, event: BlocksMapped) -> Outcome:
+        """Blocks with their keys. A hash that is known already stays as it is. Raises CapacityExceeded."""
+        hashes, keys, copies = event
+        self._grow()
+        units = [(self._place(tier, group), count) for tier, group, count in copies]
+        if keys and units == [(self._home, 1)] and self.known + len(hashes) <= self.max_blocks:
+            last = self._store_new(hashes, keys, 0)
+            if last:
+                if self.unanchored:
+                    self._anchor(hashes)
+                return Outcome.OK
+        packed = self._rows.intern(sum(count << _DIGIT_BITS * place for place, count in units))
+        row = 0
+        for index, hash_ in enumerate(hashes):
+            number = self._number(hash_)
+            if hash_ in self.shards[number]:
+                row = self.shards[number][hash_]
+                continue
+            if self.known >= self.max_blocks:
+                raise self._full(1)
+            row = self._rows.claim(keys[index], row) if keys else 0
+            self._set(hash_, number, row, 0, packed)
+            if row:
+                for tier in range(3):
+                    if packed & self._digits[tier]:
+                        self._gain(row, tier)
+        return Outcome.OK
+
     def remove(self, event: BlockRemoved) -> Outcome:
         """One copy less of each hash; hashes without a copy there are passed over."""
         hashes, shards = event.hashes, self.shards
@@ -357,7 +405,7 @@ class Content:
                 row = shards[number].get(hash_)
                 if row is not None:
                     self._take(hash_, number, row, place)
-        if not self.known:
+        if self._mask and self.known <= _SPLIT // 4:
             self._shrink()
         return Outcome.OK
 

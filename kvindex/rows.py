@@ -17,9 +17,11 @@ Equal masks are mostly the same int object (`intern`), which lets `runs` find th
 one event take neighbouring rows where they can, and freed rows are handed out again in an order that keeps it so:
 `runs` then compares whole stretches of keys in one list comparison, and walks block by block elsewhere.
 
-No object of a block is tracked by the garbage collector. Nothing here holds the GIL long: a dict of a million keys
-resizes in 50 ms, one of 8,192 in 0.3 ms, so a dict that outgrows that is split; the columns grow by realloc. Columns
-keep the length of their peak (24 bytes a row), everything a key needs beyond that is given back when the key goes.
+No object of a block is tracked by the garbage collector, and none outlives its block: one that did would keep the
+memory around it from going back to the system (so `free` holds numbers, not objects). Nothing here holds the GIL long:
+a dict of a million keys resizes in 50 ms, one of 8,192 in 0.3 ms, so a dict that outgrows that is split; the columns
+grow by realloc. Columns keep the length of their peak (28 bytes a row), everything a key needs beyond that is given
+back when the key goes.
 
 Readers and the writer, without a lock
 --------------------------------------
@@ -44,6 +46,7 @@ What a mask bit stands for is the index's part: see index.py.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 from itertools import chain, groupby
 from typing import Any, Final
@@ -77,8 +80,8 @@ class Rows:
         self.keys: list[bytes | None] = [None]
         self.masks: list[int] = [0]
         self.after: list[int] = [0]
-        self.free: list[int] = []
-        self.spare: list[list[int]] = []
+        self.free = array("I")
+        self.spare: list[array[int]] = []
         self.epoch = 0
         self._interned: dict[int, int] = {}
 
@@ -115,8 +118,8 @@ class Rows:
             self._pace()
             self.keys.extend([None] * lack)
             self._pace()
-            free[:0] = range(first + lack - 1, first - 1, -1)
-        return free[: -count - 1 : -1]
+            free[:0] = array("I", range(first + lack - 1, first - 1, -1))
+        return free[: -count - 1 : -1].tolist()
 
     def seek(self, key: bytes, parent: int) -> int:
         """The key's row, 0 for none; `parent` as for `claim`. O(1)."""
@@ -236,7 +239,7 @@ class Rows:
                 if not part:
                     heads[key[0] & cut] = {}  # an emptied dict keeps its table
         free = self.free
-        free += rows
+        free.extend(rows)
         while len(free) > 2 * _SPARE:
             self.spare.append(free[:_SPARE])
             del free[:_SPARE]
@@ -245,6 +248,7 @@ class Rows:
             orphan = column[child]
             if orphan is not None:
                 self._add_head(orphan, child)
+            after[row] = 0  # not before: a reader on its way finds the child either way
 
     def sweep(self, buckets: Buckets, bits: int, pace: Callable[[], None]) -> None:
         """Clear `bits` in many rows (a row may come twice), and empty `buckets`.
