@@ -157,7 +157,7 @@ function frame() {
   const [text, css] = failure ? ["unreachable", "bad"] : !byId("token").hidden ? ["token needed", "warn"] : !last ? ["connecting", ""] : last.ready ? ["ready", "ok"] : ["not ready", "warn"];
   setText(replica, text);
   setClass(replica, `badge ${css}`);
-  setText(byId("age"), !last ? "" : paused ? `paused, ${duration(old)} old` : old > 4 ? `${duration(old)} old` : "live");
+  setText(byId("age"), !last ? "" : paused ? `paused, ${duration(old)} old` : failure || old > 4 ? `${duration(old)} old` : "live");
   document.body.classList.toggle("stale", Boolean(failure));
 }
 

@@ -20,18 +20,20 @@ export function showStreams(streams, remedies) {
 function showProblems(problems, all) {
   const box = byId("problems");
   if (!box.table) {
-    box.table = el("tbody");
+    // roles by name: on narrow screens the rows are shown as blocks, which would take the table's meaning away
+    box.table = el("tbody", { role: "rowgroup" });
     box.good = el("p", { class: "empty" });
-    box.scroll = el("div", { class: "scroll" }, el("table", null, el("thead", null, el("tr", null,
-      ...["Streams", "Reason", "What to do"].map((text) => el("th", { scope: "col" }, text)))), box.table));
+    box.scroll = el("div", { class: "scroll" }, el("table", { role: "table", "aria-label": "Troubles and what to do" },
+      el("thead", { role: "rowgroup" }, el("tr", { role: "row" },
+        ...["Streams", "Reason", "What to do"].map((text) => el("th", { scope: "col", role: "columnheader" }, text)))), box.table));
     box.append(box.good, box.scroll);
   }
   box.good.hidden = problems.length > 0;
   box.scroll.hidden = problems.length === 0;
   setText(box.good, all ? "Every stream is synchronized and complete: predictions are the engines' own truth." : "No stream is configured: give instances an events endpoint.");
   reconcile(box.table, problems, (problem) => problem.key,
-    (problem) => el("tr", { "data-problem": problem.key }, el("th", { scope: "row" }, el("span", { class: `badge ${CALM.has(problem.key) ? "" : "bad"}` }), el("small")),
-      el("td", { class: "prose" }, el("b"), el("small")), el("td", { class: "prose" })),
+    (problem) => el("tr", { role: "row", "data-problem": problem.key }, el("th", { scope: "row", role: "rowheader" }, el("span", { class: `badge ${CALM.has(problem.key) ? "" : "bad"}` }), el("small")),
+      el("td", { class: "prose", role: "cell" }, el("b"), el("small")), el("td", { class: "prose", role: "cell" })),
     (row, problem) => {
       const [who, why, todo] = row.cells;
       const names = problem.affected.map(title);
