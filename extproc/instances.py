@@ -62,6 +62,8 @@ class InstanceConfig(Node):
     @model_validator(mode="after")
     def _reachable(self) -> InstanceConfig:
         try:
+            if self.events == PUSH and (self.replay or self.bind):
+                raise ConfigurationError("events are pushed: replay and bind have no meaning, leave them out")
             if self.events not in (None, PUSH):
                 check_endpoint(self.events, bind=self.bind, what="events")
             for medium, endpoint in self.medium_endpoints:
