@@ -110,11 +110,18 @@ def _progress() -> Iterator[Progress | None]:
 
 def _print(report: Report, *, verbose: bool) -> None:
     from rich.console import Console
-    from rich.padding import Padding
-    from rich.text import Text
 
     # off a terminal lines are long, so that they can be searched
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, emoji=False)
+    with console.capture() as captured:
+        _print_report(console, report, verbose=verbose)
+    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def _print_report(console: Console, report: Report, *, verbose: bool) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
     for group in dict.fromkeys(one.group for one in report.outcomes):
         outcomes = [one for one in report.outcomes if one.group == group]
         console.print(Text(group, style="bold"))
@@ -146,7 +153,7 @@ def _print_finding(console: Console, finding: Finding) -> None:
     from rich.text import Text
 
     name = finding.severity.name
-    head = Text.assemble((f"{name.lower():8}", STYLES[name]), (finding.subject, "bold"), f"  [{finding.id}]")
+    head = Text.assemble((f"{name.lower():8}", STYLES[name]), (_shown(finding.subject), "bold"), f"  [{finding.id}]")
     console.print(Padding(head, (0, 0, 0, 2), expand=False))
     rows: list[tuple[str, Any]] = [("", finding.what), ("cause", finding.cause)]
     rows += [("seen" if index == 0 else "", line) for index, line in enumerate(filter(None, finding.evidence))]

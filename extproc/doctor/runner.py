@@ -40,7 +40,7 @@ async def examine(
 
     async def one(check: Check) -> Outcome:
         nonlocal done
-        outcome = await _run(check, context)
+        outcome = await run_check(check, context)
         done += 1
         if progress is not None:
             progress(done, len(chosen), check.title)
@@ -57,7 +57,7 @@ async def examine(
         await context.close()
 
 
-async def _run(check: Check, context: Context) -> Outcome:
+async def run_check(check: Check, context: Context) -> Outcome:
     started = time.monotonic()
     skipped = next((why for need in check.needs if (why := context.lacks(need))), "")
     found = Found()
