@@ -119,11 +119,16 @@ async def test_forgotten_version_is_listed_again(api: KubeApi, config: str, by_s
         await it.until(lambda: it.feed.error is not None)
         assert list(it.instances) == ["llm/b"]
         api.put("pods", pod("c", ip="10.1.0.3"))
+        api.put("pods", pod("d", ip="10.1.0.4"))
+        api.delete("pods", "llm", "b")
         api.compact()
         api.broken = lambda _: None
-        await it.until(lambda: list(it.instances) == ["llm/b", "llm/c"])
-        assert [change.kind for change in it.changes[before:]] == [ChangeKind.LEFT, ChangeKind.JOINED]
-        await it.until(lambda: it.feed.error is None)
+        await it.until(lambda: list(it.instances) == ["llm/c", "llm/d"])
+        left, joined = ChangeKind.LEFT, ChangeKind.JOINED
+        assert [change.kind for change in it.changes[before:]] == [left, left, joined, joined]
+        await it.until(lambda: it.feed.error is None and bool(api.watching))
+        api.delete("pods", "llm", "d")
+        await it.until(lambda: list(it.instances) == ["llm/c"])
     assert lists(api) == 2
 
 
