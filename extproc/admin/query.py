@@ -34,6 +34,7 @@ from extproc.prompt.prompter import Prompt
 from extproc.reasons import Reason, Unscored
 from extproc.registry import TENANT
 from kvindex.directory import Match, StreamReport
+from kvindex.discovery.xllm_registry import REGISTERED
 from kvindex.fleet import Instance
 from kvindex.walk import TierBlocks
 
@@ -193,7 +194,9 @@ class Queries:
         for pool in self.pools:
             instance = pool.by_name.get(beat.name)
             if instance is not None:
-                known = "" if instance.incarnation == STATIC else instance.incarnation
+                known = instance.incarnation
+                if known == STATIC or known.startswith(REGISTERED):
+                    known = ""
                 # a pool whose load comes from elsewhere has no use for it, which is no fault of the engine's
                 return heartbeat.refuse(beat, known) or (
                     pool.loads.take(beat, self._clock()) if isinstance(pool.loads, Heartbeats) else heartbeat.OK

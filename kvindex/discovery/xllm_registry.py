@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 ROLE_OF_TYPE = ("default", "prefill", "decode", "mix")
 """By the number in the JSON field `type`."""
 ROLE_KEYS = tuple(f"XLLM:{role.upper()}:" for role in ROLE_OF_TYPE)
+REGISTERED = "registered "
+"""Begins the incarnation of a process that names none: made of the time of its registration, unknown to itself."""
 BACKEND = "xllm"
 """Engines of another `backend_type` are routed to, but publish no events by the port rule."""
 
@@ -109,7 +111,7 @@ def parse(value: bytes, *, pool: str = "", model: str = "") -> Registration:
         pool=pool,
         role=role,
         dp_size=max(1, _number(fields, "dp_size", MAX_DP_SIZE)),
-        incarnation=_text(fields, "incarnation_id") or (f"registered {registered}" if registered else ""),
+        incarnation=_text(fields, "incarnation_id") or (f"{REGISTERED}{registered}" if registered else ""),
         model=model,
         acting=acting,
     )

@@ -368,8 +368,9 @@ def two_engines() -> Pool:
 async def test_heartbeats_reach_the_pool_of_the_instance(open_client: Callable[..., Awaitable[Client]]) -> None:
     loads = Heartbeats()
     pushed = make_pool(engine("engine-a", incarnation="static"), engine("engine-b", incarnation="x1"), loads=loads)
+    unnamed = make_pool(engine("engine-e", incarnation="registered 7", pool="old"), name="old", models=("old-1",))
     other = make_pool(engine("engine-c", pool="tiny"), name="tiny", models=("tiny-1",))
-    client = await open_client(other, pushed, clock=lambda: 5.0)
+    client = await open_client(other, pushed, unnamed, clock=lambda: 5.0)
     load = {"waiting_requests_num": "3", "gpu_cache_usage_perc": 0.5}
     for name, incarnation, status in [
         ("engine-a", "whatever", 200),
@@ -377,6 +378,7 @@ async def test_heartbeats_reach_the_pool_of_the_instance(open_client: Callable[.
         ("engine-b", "x0", 409),
         ("engine-c", "", 200),
         ("engine-d", "", 409),
+        ("engine-e", "", 200),  # it names no incarnation; the registry made one of the time
     ]:
         found, answer = await ask(client, BEAT, {"name": name, "incarnationId": incarnation, "loadMetrics": load})
         assert found == status, answer

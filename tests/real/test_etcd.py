@@ -29,6 +29,7 @@ TLS = Path(__file__).parent.parent / "extproc" / "tls"
 NEAR = PortRule(1, 2)
 """Engines of tests have ephemeral ports, to which 30,000 cannot be added."""
 STAYS = LeaseRule(retry=0.02)
+LIMIT = 20
 QUICK = LeaseRule(retry=0.02, interval=0.1, silence=0.3, forget=0.4)
 
 
@@ -64,11 +65,11 @@ class Watched:
 
     async def until(self, condition: Callable[[], Any], what: str) -> None:
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(LIMIT):
                 while not condition():  # noqa: ASYNC110 - the fleet tells by calls, not by an event
                     await asyncio.sleep(0.01)
         except TimeoutError:
-            raise AssertionError(f"not within 20 s: {what}; {self.states()}, {self.feed.error}") from None
+            raise AssertionError(f"not within {LIMIT} s: {what}; {self.states()}, {self.feed.error}") from None
 
 
 @contextlib.asynccontextmanager

@@ -36,6 +36,7 @@ class Engine:
         events, replay = (f"tcp://{host}:{port}" for port in ports)
         self.publisher = Publisher(endpoint=events, replay=replay, topic=TOPIC)
         self.publisher.answer = self._snapshot
+        self.publisher.publish_raw(msgpack.packb([1.0, [], 0]))  # there is no watermark before the first message
 
     def stored(self, first: int, count: int) -> dict[str, Any]:
         return {
