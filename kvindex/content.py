@@ -111,11 +111,6 @@ class Content:
         """group * 4 + tier -> number of the place."""
         return self._places
 
-    @property
-    def columns(self) -> tuple[list[bytes | None], list[int]]:
-        """Keys and followers of all rows, to be read only."""
-        return self._rows.keys, self._rows.after
-
     def known_hashes(self, pace: Callable[[], None]) -> Iterator[tuple[EngineHash, int, int]]:
         """(hash, row, copies) of every known hash; nothing may be written meanwhile. O(known), paced."""
         for number, shard in enumerate(self.shards):
@@ -360,18 +355,26 @@ class Content:
                 self.counts[tier] += 1
         return len(hashes)
 
-    def store_mapped(self, event: BlocksMapped) -> Outcome:
-        """Blocks with their keys. A hash that is known already stays as it is. Raises CapacityExceeded."""
-        hashes, keys, copies = event
+    def store_mapped(self, part: BlocksMapped, unlisted: list[dict[bytes, int]]) -> None:
+        """Blocks with their keys. A hash that is known already stays as it is. Raises CapacityExceeded.
+
+        unlisted   of the rows (`Rows.unlisted`), kept up to date: a key that is there must not get a second row
+        """
+        hashes, keys, copies = part
+        rows = self._rows
         self._grow()
         units = [(self._place(tier, group), count) for tier, group, count in copies]
-        if keys and units == [(self._home, 1)] and self.known + len(hashes) <= self.max_blocks:
+        room = self.known + len(hashes) <= self.max_blocks
+        if keys and room and units == [(self._home, 1)] and not any(key in unlisted[key[0]] for key in keys):
+            before = rows.epoch
             last = self._store_new(hashes, keys, 0)
             if last:
-                if self.unanchored:
-                    self._anchor(hashes)
-                return Outcome.OK
-        packed = self._rows.intern(sum(count << _DIGIT_BITS * place for place, count in units))
+                if rows.epoch != before:  # new rows, all but the first reached through the one before
+                    for hash_, key in zip(hashes[1:], keys[1:], strict=True):
+                        if key not in rows.listed(key):
+                            unlisted[key[0]][key] = self.shards[self._number(hash_)][hash_]
+                return
+        packed = rows.intern(sum(count << _DIGIT_BITS * place for place, count in units))
         row = 0
         for index, hash_ in enumerate(hashes):
             number = self._number(hash_)
@@ -380,13 +383,16 @@ class Content:
                 continue
             if self.known >= self.max_blocks:
                 raise self._full(1)
-            row = self._rows.claim(keys[index], row) if keys else 0
+            if keys:
+                key = keys[index]
+                row = unlisted[key[0]].get(key, 0) or rows.claim(key, row)
+                if key not in rows.listed(key):
+                    unlisted[key[0]][key] = row
             self._set(hash_, number, row, 0, packed)
             if row:
                 for tier in range(3):
                     if packed & self._digits[tier]:
                         self._gain(row, tier)
-        return Outcome.OK
 
     def remove(self, event: BlockRemoved) -> Outcome:
         """One copy less of each hash; hashes without a copy there are passed over."""

@@ -48,6 +48,19 @@ class BlockStored(NamedTuple):
     adds_copy: bool = True
 
 
+class BlocksMapped(NamedTuple):
+    """Blocks as another replica knows them: no event of an engine, see transfer.py.
+
+    hashes, keys   engine hashes and content keys of consecutive blocks, each one's parent being the one before; no keys
+                   = any blocks whose tokens are not known
+    copies         (tier, group, count) of each copy that each of the hashes has
+    """
+
+    hashes: list[EngineHash]
+    keys: list[bytes]
+    copies: tuple[tuple[Tier, int, int], ...]
+
+
 class BlockRemoved(NamedTuple):
     """One copy of each block left `tier` (in `group`). Unknown hashes are ignored."""
 

@@ -37,10 +37,11 @@ from typing import ClassVar, Final, Protocol
 
 from kvindex.content import Content
 from kvindex.errors import CapacityExceeded, KVIndexError
-from kvindex.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, Outcome, Tier
+from kvindex.events import AllBlocksCleared, BlockRemoved, BlocksMapped, BlockStored, EngineHash, Event, Outcome, Tier
 from kvindex.hashing import DEFAULT_SEED
 from kvindex.rolling import HASHED, RollingNames
 from kvindex.rows import Rows, Run
+from kvindex.transfer import dump
 from kvindex.walk import TierBlocks, Walk, credit
 
 __all__ = ["Outcome", "PrefixIndex", "StreamView", "TierBlocks", "Walk"]
@@ -421,6 +422,24 @@ class StreamView:
         self._expose(sum(1 << tier for tier in set(tiers)))
         self._content.clear(tiers)
         self._expose(0)
+
+    def dump(self) -> Iterator[BlocksMapped]:
+        """Everything it knows, for another replica's view. Writer thread; nothing may be written before it ends."""
+        self._usable()
+        return dump(self._content, self._index._rows, self._index._pace)
+
+    def fill(self, parts: Iterable[BlocksMapped]) -> None:
+        """Takes over what another replica's view has dumped. O(blocks + rows of the index), paced.
+
+        Raises CapacityExceeded, as `apply`.
+        """
+        self._usable()
+        unlisted = self._index._rows.unlisted()
+        for part in parts:
+            self._content.store_mapped(part, unlisted)
+            if part.keys and self._pupils:
+                self._explain(part.hashes)
+            self._index._pace()
 
     def shadow(self) -> StreamView:
         """An empty, invisible sibling to build a snapshot in; a shadow made before is closed. O(1)."""

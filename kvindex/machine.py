@@ -6,10 +6,12 @@ said about a stream by `_error` (cleared when it goes live) and the feed's warni
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvindex.adoption import Adoption
 from kvindex.dialects import Dialect
 from kvindex.dialects.objects import Objects
 from kvindex.errors import CapacityExceeded
@@ -18,6 +20,8 @@ from kvindex.states import RULES, Action, CancelReplay, Input, Recovery, StartRe
 
 FRAME_OVERHEAD = 256
 """Counted for each buffered frame on top of its bytes."""
+RECENT = 64
+"""(sequence, digest) of the last messages, to show to a replica whose view may be built on this one."""
 REMEMBERED = 4096
 """Frames of a replay whose digest is kept, to know them again when they come late on the live channel."""
 
@@ -78,7 +82,9 @@ class Machine:
         self._owed: int | None = None  # last sequence that came damaged, until an attempt or a new run covers it
         self._unbroken = True  # the connection over which `last` came, or was shown again, still stands
         self._replayed: dict[int, int] = {}
+        self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT)
         self._attempt: _Attempt | None = None
+        self._adoption: Adoption | None = None
         self._attempts = 0
         self._tries = 0.0
         self._buffer: list[Frame] = []
@@ -418,6 +424,7 @@ class Machine:
 
     def _arrived(self, now: float, frame: Frame) -> None:
         self.last, self._digest = frame.sequence, frame.digest
+        self._recent.append((frame.sequence, frame.digest))
         self._last_event_at = now
         self._counts["batches"] += 1
 
@@ -434,6 +441,7 @@ class Machine:
         self.complete = False
         self._unbroken = True
         self._replayed.clear()
+        self._recent.clear()
         self._feed.warnings.pop("block_size", None)
 
     def _go_live(self, now: float) -> None:

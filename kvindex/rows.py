@@ -149,6 +149,36 @@ class Rows:
             column[row] = key
         return row
 
+    def listed(self, key: bytes) -> dict[bytes, int]:
+        """The part of `heads` that has the key, if any has. To be read only."""
+        return self._head(key)
+
+    def unlisted(self) -> list[dict[bytes, int]]:
+        """Rows by key, in parts by the key's first byte, for every key that only `after` of its parent leads to.
+
+        For a writer who does not know parents. O(rows), paced.
+        """
+        found: list[dict[bytes, int]] = [{} for _ in range(_PARTS)]
+        for row, key in enumerate(self.keys):
+            if key is not None and key not in self._head(key):
+                found[key[0]][key] = row
+            if row % _PACED == 0:
+                self._pace()
+        return found
+
+    def parents(self) -> bytearray:
+        """For each row how many rows in use lead to it by `after`: 0, 1 or 2 (more). O(rows), paced.
+
+        A row that is not in `heads` and has one such row is that one's child; `after` alone may be out of date.
+        """
+        counts = bytearray(len(self.keys))
+        for row, child in enumerate(self.after):
+            if child and self.keys[row] is not None and counts[child] < 2:
+                counts[child] += 1
+            if row % _PACED == 0:
+                self._pace()
+        return counts
+
     def _head(self, key: bytes) -> dict[bytes, int]:
         """The part of `heads` that has the key, if any has."""
         heads = self.heads

@@ -21,12 +21,15 @@ is; states.py what is done about it, as a table; machine.py how; feed.py what on
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from kvindex.errors import DecodeError
+from kvindex.adoption import Adoption, Unusable
+from kvindex.errors import CapacityExceeded, DecodeError
+from kvindex.events import BlocksMapped
 from kvindex.feed import Frame, Lost, View
 from kvindex.machine import Machine
 from kvindex.states import (
@@ -40,6 +43,7 @@ from kvindex.states import (
     StreamStatus,
     SyncLimits,
 )
+from kvindex.transfer import Header
 
 __all__ = [
     "Action",
@@ -55,6 +59,8 @@ __all__ = [
 ]
 
 END_MARKER = 2**64 - 1
+KEPT = (Input.FIRST, Input.NEXT, Input.LATE, Input.DUPLICATE)
+"""What a live message may be while a peer's view is on its way; anything else ends that."""
 
 WHY = {
     State.EMPTY: "no event received yet",
@@ -117,11 +123,12 @@ class StreamSync(Machine):
 
     def disconnected(self, now: float) -> list[Action]:
         """The connection is lost; every frame that came over it was delivered."""
+        self._adoption = None
         return self._do(Input.DISCONNECTED, now)
 
     def reconnected(self, now: float) -> list[Action]:
         """Up again: frames from here on come over a new connection."""
-        self._seen = self._owed = None
+        self._seen = self._owed = self._adoption = None
         self._unbroken = False
         return self._do(Input.RECONNECTED, now)
 
@@ -160,7 +167,14 @@ class StreamSync(Machine):
             payload = b""
         elif kind is Input.BEHIND:
             self._owed = None
-        return self._do(kind, now, Frame(sequence, payload, digest, batch, lost))
+        frame = Frame(sequence, payload, digest, batch, lost)
+        adoption = self._adoption
+        if adoption is not None:
+            if lost is not None or kind not in KEPT:
+                adoption.void = adoption.void or "a message was lost, or the engine was restarted, meanwhile"
+            elif kind is not Input.DUPLICATE:
+                adoption.frame(frame)
+        return self._do(kind, now, frame)
 
     def attempt_started(self, attempt: int, now: float) -> list[Action]:
         """The request went out: the time-out runs from here."""
@@ -204,6 +218,53 @@ class StreamSync(Machine):
     def resync(self, now: float) -> list[Action]:
         """Operator's request: a fresh snapshot or history now; without recovery everything is dropped."""
         return self._do(Input.RESYNC, now)
+
+    # -- a peer's view
+
+    def begin_adoption(self) -> str | None:
+        """From now on live messages are kept for `adopt`. Returns why that cannot be, None = it can."""
+        if self.recovery is Recovery.SNAPSHOT:
+            return "this stream's publisher gives the whole content itself"
+        if self._pooled:
+            return "this stream is a pool's"
+        if self.state not in (State.EMPTY, State.LIVE):
+            return f"the stream is in state {self.state}"
+        self._adoption = Adoption(self.last, self._digest, self._attempts, self.limits.max_buffered_bytes)
+        return None
+
+    def adopt(self, header: Header, events: Iterable[BlocksMapped], now: float) -> str | None:
+        """A peer's content of this very process becomes the view. Returns why not, None = done. Ends the adoption.
+
+        O(blocks of both views), paced; readers see the old view until the new one is whole.
+        """
+        adoption, self._adoption = self._adoption, None
+        if adoption is None:
+            return "the connection was lost meanwhile"
+        try:
+            shadow, objects, newest = adoption.build(
+                header, events, self.view, self._feed, state=self.state, attempts=self._attempts
+            )
+        except (Unusable, CapacityExceeded) as error:
+            return str(error)
+        for sequence, digest in header.recent:
+            self._recent.append((sequence, digest))
+            self._replayed[sequence] = digest
+        last = dict(header.recent).get(header.sequence, 0)
+        self._swap(now, shadow, objects, newest or Frame(header.sequence, b"", last))
+        self.complete = header.complete
+        return None
+
+    def content(self) -> tuple[int, bool, tuple[tuple[int, int], ...]] | None:
+        """(sequence, complete, recent) of the view as it is, None while it is not synchronized."""
+        if not self.synchronized or self.last is None or self._pooled:
+            return None
+        return self.last, self.complete, tuple(self._recent)
+
+    @property
+    def _pooled(self) -> bool:
+        """Are there objects of a pool, which do not travel?"""
+        objects = self._feed.objects
+        return objects is not None and objects.count > 0
 
     def retire(self) -> list[Action]:
         """The instance is gone or replaced: no input has an effect from here on. The caller closes the view."""

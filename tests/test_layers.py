@@ -31,7 +31,7 @@ CONFINED = {
     "prometheus_client": ["extproc/metrics.py", "extproc/loads/", "extproc/admin/"],
     "envoy_data_plane": ["extproc/envoy_config", "extproc/gateway"],
     "transformers": ["extproc/prompt/", "examples/"],
-    "msgpack": ["kvindex/dialects/", "extproc/admin/", "kvindex/capture.py", "kvindex/discovery/", "examples/"],
+    "msgpack": ["kvindex/transfer.py", "kvindex/dialects/", "extproc/admin/", "kvindex/capture.py", "kvindex/discovery/", "examples/"],
     "click": ["extproc/cli", "extproc/commands/"],
     "rich": ["extproc/cli", "extproc/commands/", "extproc/simulate", "examples/"],
 }

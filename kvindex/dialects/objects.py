@@ -37,6 +37,15 @@ class Objects:
         self._count = 0
         self._loose = False
 
+    @property
+    def count(self) -> int:
+        """Objects held."""
+        return self._count
+
+    def adopt(self) -> None:
+        """Blocks were taken over that belong to no object."""
+        self._loose = True
+
     def resolve(self, events: Iterable[Event]) -> Iterator[Event]:
         """To be read as the events are applied. Raises what `events` raises."""
         for event in events:
