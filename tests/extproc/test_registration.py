@@ -268,6 +268,7 @@ async def test_a_shared_store(opened: Open) -> None:
     ):
         assert (await ask(client, "/register", clash))[0] == 409
     assert (await ask(client, "/register", {**store, "endpoint": "tcp://10.0.0.8:5557"}))[0] == 409
+    assert [one.endpoint for one in registrar.registry] == [E1["endpoint"], store["endpoint"]]
     home.directory.set_publishers([], source="configuration")
     assert (await ask(client, "/register", store))[0] == 201
     assert len(registrar.registry) == 2
