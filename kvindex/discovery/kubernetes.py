@@ -34,6 +34,7 @@ from kvindex.discovery.kubernetes_rules import (
     slice_instances,
 )
 from kvindex.errors import ConfigurationError
+from kvindex.fleet import Instance
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 ALL_NAMESPACES = "*"
@@ -123,6 +124,8 @@ class _Board:
         self._objects: dict[str, Mapping[str, Found]] = {}
         self._errors: dict[str, str] = {}
         self._wrong: list[str] = []
+        self._told: dict[str, Instance] = {}
+        self._whole = False
 
     def show(self, namespace: str, objects: Mapping[str, Found]) -> None:
         """The objects of one namespace are these. O(all objects)."""
@@ -130,10 +133,17 @@ class _Board:
         self._waiting.discard(namespace)
         instances, skips = merge(one for part in self._objects.values() for one in part.values())
         self._wrong = [f"{name}: {skip.reason}" for name, skip in skips.items() if skip.wrong]
-        if self._waiting:  # others of ours may be in the namespaces that have not answered
-            for instance in instances:
-                self._notify.upsert(instance)
+        told, self._told = self._told, {one.name: one for one in instances}
+        if self._whole:
+            # Differences only: to check and offer each of some hundred pods for every change of one takes too long.
+            for name in sorted(told.keys() - self._told.keys()):
+                self._notify.remove(name)
+        if self._whole or self._waiting:  # while waiting, others of ours may be where nobody has answered yet
+            for one in instances:
+                if told.get(one.name) != one:
+                    self._notify.upsert(one)
         else:
+            self._whole = True
             self._notify.replace(instances)
             self._notify.ready()
         self._tell()
@@ -242,6 +252,7 @@ class _Watcher:
                 body = orjson.loads(await response.read())
             for item in body["items"]:
                 objects[_key(item)] = self._source.convert(item)
+                await asyncio.sleep(0)  # lets requests in between
             if not body["metadata"].get("continue"):
                 break
             more = {"_continue": body["metadata"]["continue"]}
