@@ -31,7 +31,14 @@ CONFINED = {
     "prometheus_client": ["extproc/metrics.py", "extproc/loads/", "extproc/admin/"],
     "envoy_data_plane": ["extproc/envoy_config", "extproc/gateway"],
     "transformers": ["extproc/prompt/", "examples/"],
-    "msgpack": ["kvindex/transfer.py", "kvindex/dialects/", "extproc/admin/", "kvindex/capture.py", "kvindex/discovery/", "examples/"],
+    "msgpack": [
+        "kvindex/transfer.py",
+        "kvindex/dialects/",
+        "extproc/admin/",
+        "kvindex/capture.py",
+        "kvindex/discovery/",
+        "examples/",
+    ],
     "click": ["extproc/cli", "extproc/commands/"],
     "rich": ["extproc/cli", "extproc/commands/", "extproc/simulate", "examples/"],
 }
@@ -63,12 +70,12 @@ IMPURE = {"socket", "threading", "asyncio", "time", "selectors", "subprocess", "
 # package-internal order of kvindex, lowest first: a module imports only lower ones
 KVINDEX_ORDER = [
     {"errors", "events", "hashing", "endpoints", "pacer", "walk", "durations"},
-    {"rows", "rolling", "shards", "unanchored", "content", "dialects", "fleet"},
+    {"rows", "rolling", "shards", "unanchored", "content", "transfer", "dialects", "fleet"},
     {"index", "states"},
-    {"feed", "match", "pools"},
+    {"feed", "match", "pools", "adoption"},
     {"machine", "pushes"},
     {"sync"},
-    {"directory", "retrace", "capture", "link", "options"},
+    {"directory", "exchange", "retrace", "capture", "link", "options"},
     {"transport"},
     {"client", "discovery"},
     {"recorder"},
