@@ -3,7 +3,7 @@
     POST /register --> an index of its own for each (model, tenant) --> POST /query, /query_by_hash
 
 As kv-conductor has it, an index is made by the first registration of a model and stays, empty, when the last one is
-gone.
+gone, until its place is needed.
 """
 
 from __future__ import annotations
@@ -129,7 +129,10 @@ class OpenHomes:
         if home is not None and (home.by_name or home.directory.block_size in (None, wanted)):
             return home
         if home is None and len(self._homes) >= MAX_CONTEXTS:
-            raise Rejected(f"{MAX_CONTEXTS} models and tenants are known, which is the bound", 503, "full")
+            left = next((other for other, one in self._homes.items() if not one.by_name), None)
+            if left is None:
+                raise Rejected(f"{MAX_CONTEXTS} models and tenants are registered, which is the bound", 503, "full")
+            self._homes.pop(left).directory.close()
         if home is not None:
             home.directory.close()
         home = self._homes[context] = OpenHome(context, self._make(wanted), options.expire_after)

@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from extproc import conductor
 from extproc.admin.query import Queries
 from extproc.admin.registration import Registrations
 from extproc.admin.server import guarded
@@ -246,6 +247,17 @@ async def test_an_index_outlives_its_workers_but_not_their_block_size(opened: Op
     assert home is not None
     assert home.directory.block_size == 16
     assert (await ask(client, "/register", E2))[0] == 409
+
+
+async def test_bound_of_indexes(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The place of a model that everybody has left is given away."""
+    monkeypatch.setattr(conductor, "MAX_CONTEXTS", 2)
+    client, registrar = await opened()
+    for model, expected in (("a", 201), ("b", 201), ("c", 503)):
+        assert (await ask(client, "/register", {**E1, "modelname": model}))[0] == expected
+    await ask(client, "/unregister", {"instance_id": "e1", "modelname": "a"})
+    assert (await ask(client, "/register", {**E1, "modelname": "c"}))[0] == 201
+    assert [home.model for home in registrar.homes.held()] == ["b", "c"]
 
 
 async def test_a_shared_store(opened: Open) -> None:
