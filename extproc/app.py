@@ -338,6 +338,10 @@ class App:
 
     # -- what the admin port shows (extproc.admin.server.Source)
 
+    @property
+    def ready(self) -> bool:
+        return self._serving and self._warm and self.transport.alive
+
     def readiness(self) -> tuple[bool, Mapping[str, Any]]:
         detail = {
             pool.name: {
@@ -347,7 +351,7 @@ class App:
             }
             for pool in self.pools
         }
-        return self._serving and self._warm and self.transport.alive, {"pools": detail}
+        return self.ready, {"pools": detail}
 
     def status(self) -> Mapping[str, Any]:
         return {

@@ -28,6 +28,10 @@ class LoadPoint(NamedTuple):
     waiting: float | None
 
 
+Point = list[float | None]
+"""[group, mean in flight, mean waiting or None]"""
+
+
 class History:
     """One writer and its readers in one thread.
 
@@ -41,8 +45,9 @@ class History:
         self.group = group
         self.tick = -1
         self._began = began
-        self._totals: deque[tuple[int, Mapping[str, Totals]]] = deque(maxlen=keep)
-        self._loads: deque[tuple[int, dict[str, list[float]]]] = deque(maxlen=max(1, keep // group))
+        self._totals: deque[tuple[int, Mapping[str, list[float]]]] = deque(maxlen=keep)
+        self._loads: deque[tuple[int, dict[str, Point]]] = deque(maxlen=max(1, keep // group))
+        self._open: dict[str, list[float]] = {}
 
     def add(self, now: float, totals: Mapping[str, Totals], loads: Mapping[str, LoadPoint]) -> None:
         """Takes one sample; a second one within a tick is left out. O(pools + instances)."""
@@ -50,35 +55,41 @@ class History:
         if tick <= self.tick:
             return
         self.tick = tick
-        self._totals.append((tick, dict(totals)))
+        self._totals.append((tick, {name: _row(tick, one) for name, one in totals.items()}))
         number = tick // self.group
         if not self._loads or self._loads[-1][0] != number:
             self._loads.append((number, {}))
-        sums = self._loads[-1][1]
+            self._open = {}
+        points = self._loads[-1][1]
         for name, (in_flight, waiting) in loads.items():
-            entry = sums.setdefault(name, [0.0, 0.0, 0.0, 0.0])
-            entry[0] += 1
-            entry[1] += in_flight
+            sums = self._open.setdefault(name, [0.0, 0.0, 0.0, 0.0])
+            sums[0] += 1
+            sums[1] += in_flight
             if waiting is not None:
-                entry[2] += 1
-                entry[3] += waiting
+                sums[2] += 1
+                sums[3] += waiting
+            n, flight, m, waits = sums
+            points[name] = [number, round(flight / n, 2), round(waits / m, 2) if m else None]
 
     def since(self, tick: int = -1) -> dict[str, Any]:
-        """What came after `tick`, as plain data; a group that was not complete then comes again.
+        """What came after `tick`, as plain data; a group that was not complete then comes again. O(answer).
 
         totals  pool -> [[tick, scored, unscored, n, sum, n, sum, n, sum]], hit ratios in the order of `Totals`
         loads   instance -> [[group, mean in flight, mean waiting or null]]
         """
         totals: dict[str, list[list[float]]] = {}
-        for at, pools in self._totals:
+        for at, rows in self._totals:
             if at > tick:
-                for name, one in pools.items():
-                    row = [at, one.scored, one.unscored, *one.available, *one.chosen, *one.delivered]
-                    totals.setdefault(name, []).append([round(value, 4) for value in row])
-        loads: dict[str, list[list[float | None]]] = {}
-        for number, sums in self._loads:
+                for name, row in rows.items():
+                    totals.setdefault(name, []).append(row)
+        loads: dict[str, list[Point]] = {}
+        for number, points in self._loads:
             if (number + 1) * self.group > tick:
-                for name, (n, in_flight, m, waiting) in sums.items():
-                    point = [number, round(in_flight / n, 2), round(waiting / m, 2) if m else None]
+                for name, point in points.items():
                     loads.setdefault(name, []).append(point)
         return {"step": self.step, "group": self.group, "tick": self.tick, "totals": totals, "loads": loads}
+
+
+def _row(tick: int, one: Totals) -> list[float]:
+    values = (tick, one.scored, one.unscored, *one.available, *one.chosen, *one.delivered)
+    return [round(value, 4) for value in values]

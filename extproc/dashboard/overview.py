@@ -38,7 +38,8 @@ class Source(Protocol):
     def metrics_registry(self) -> Metrics: ...
     @property
     def started(self) -> float: ...
-    def readiness(self) -> tuple[bool, Mapping[str, Any]]: ...
+    @property
+    def ready(self) -> bool: ...
     def status(self) -> Mapping[str, Any]: ...
 
 
@@ -79,7 +80,7 @@ def overview(source: Source, history: History, since: int) -> dict[str, Any]:
         "started": round(source.started, 3),
         "version": status["version"],
         "uptime_seconds": status["uptime_seconds"],
-        "ready": source.readiness()[0],
+        "ready": source.ready,
         "reload_error": status["reload_error"],
         "troubles": _troubles(status),
         "pools": [_pool(pool, pools[pool["name"]]) for pool in status["pools"]],

@@ -14,6 +14,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
+from extproc.app import App
 from tests.dashboard.browser import colours, start, viewport
 from tests.dashboard.world import World, wait_for
 
@@ -365,10 +366,10 @@ def test_server_away_and_back(page: webdriver.Chrome) -> None:
         assert [one for one in console(page) if "ERR_CONNECTION" not in one and "ERR_EMPTY" not in one] == []
 
 
-def test_banners(page: webdriver.Chrome) -> None:
+def test_banners(page: webdriver.Chrome, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the status may say beside: drift, a refused configuration, not ready."""
     with World(1) as world:
-        status, readiness = world.app.status, world.app.readiness
+        status = world.app.status
         more: dict[str, Any] = {"reload_error": "kvcar.yaml:3: pools[0].scorer: unknown"}
         drift = {"state": "drift", "likely_cause": "other prompt tokens", "remedy": "`kvcar doctor` shows them"}
         check = {"self_verification": drift}
@@ -379,7 +380,7 @@ def test_banners(page: webdriver.Chrome) -> None:
             return {**now, "pools": [{**now["pools"][0], **check}], "discovery": [refused], **more}
 
         world.app.status = changed  # type: ignore[method-assign]
-        world.app.readiness = lambda: (False, readiness()[1])  # type: ignore[method-assign]
+        monkeypatch.setattr(App, "ready", property(lambda _app: False))
         open_page(page, world)
         shows(page, "[data-banner=reload]", lambda found: "pools[0].scorer" in found)
         shows(
