@@ -13,6 +13,7 @@ from extproc.doctor.finding import Finding, error, note, warning
 from extproc.doctor.listen import StreamFacts
 from extproc.doctor.live import probe
 from extproc.doctor.ports import publisher_connects
+from kvindex.states import State
 
 UNANCHORED = 0.5
 """Share of blocks without a known parent from which on it is no late join that heals by itself."""
@@ -181,11 +182,11 @@ async def replay(one: Stream) -> AsyncIterator[Finding]:
             remedy='add "replay_endpoint":"tcp://*:PORT" to the engine; rank r uses port + r',
         )
     elif (status := facts.report.status) is not None and facts.usable:
-        if status.replay_failures and not status.complete:
+        if status.replay_failures > 1 and not status.complete:
             yield warning(
                 "events.replay_silent",
                 one.where,
-                f"{name} is there, but a replay failed",
+                f"{name} is there, but replays fail",
                 cause="another service's port, an engine that is stuck, or a reply that lacks messages",
                 evidence=(f"{status.replay_failures} of {status.replays} attempts failed", status.error or ""),
                 remedy="`replay` must be the ROUTER port of this rank",
@@ -247,9 +248,10 @@ async def arrive(one: Stream) -> AsyncIterator[Finding]:
 
 
 def _replayed_nothing(facts: StreamFacts) -> bool:
-    """A replay was answered, and was empty."""
+    """A replay was answered (none is under way any more), and was empty."""
     status = facts.report.status
-    return status is not None and bool(status.replays) and not status.replay_failures
+    done = status is not None and status.state not in (State.FETCH, State.BACKOFF, State.OFFLINE)
+    return status is not None and done and bool(status.replays) and not status.replay_failures
 
 
 async def decoded(one: Stream) -> AsyncIterator[Finding]:

@@ -91,8 +91,10 @@ class Listener:
             max_streams=events.max_streams,
             max_blocks=events.max_blocks_per_stream,
             max_unanchored=events.max_unanchored_blocks,
-            # a replay that brings nothing has to fail while somebody still looks
-            limits=SyncLimits(max_message_bytes=events.max_message_bytes, replay_timeout=max(0.2, listen / 2)),
+            # a replay that brings nothing has to fail twice while somebody still looks
+            limits=SyncLimits(
+                max_message_bytes=events.max_message_bytes, replay_timeout=max(1.0, listen / 3), backoff_initial=0.1
+            ),
         )
         self._raw: Mapping[tuple[str, int], Heard] = {
             (one.name, stream.dp_rank): Heard() for one in self._instances for stream in one.events

@@ -64,6 +64,7 @@ class Row:
     top: dict[str, Any] = field(default_factory=dict)
     live: bool = False
     salted: bool = False
+    listen: float = 0.6
 
 
 CLOSED = f"tcp://127.0.0.1:{free_port()}"
@@ -103,11 +104,11 @@ ROWS = [
     Row("idle", notes={"events.idle", "events.no_replay"}, instance={"replay": None}),
     Row("no dialect", {"events.undecodable", "live.no_hit"}, instance={"replay": None}, live=True,
         faults={"garbage": 1000}, notes={"events.no_replay"}),
-    Row("other dialect", {"events.replay_silent"}, pool={"dialect": "xllm"}),
+    Row("other dialect", {"events.replay_silent"}, pool={"dialect": "xllm"}, listen=3.0),
     Row("rank of another", {"engine.ranks", "events.rank", "live.no_hit"}, engines=("ranks",), live=True,
         instance={"events": "{events_of_rank_1}", "replay": None}),
     Row("no replay there", {"events.replay_port"}, instance={"replay": CLOSED}),
-    Row("silent replay", {"events.replay_silent"}, faults={"mute_replay": True}),
+    Row("silent replay", {"events.replay_silent"}, faults={"mute_replay": True}, listen=3.0),
     Row("late", {"events.unanchored"}, {"events.incomplete"}, engines=("short",)),
     Row("salt", notes={"events.salted"}, salted=True),
     Row("swapped engines", {"live.wrong_stream"}, engines=("a", "lora"), pool={"adapters": ["ada"]}, live=True,
@@ -135,7 +136,7 @@ def test_found_and_nothing_else(row: Row, fleet: dict[str, EmulatorProcess], tmp
     try:
         if traffic is not None:
             traffic.start()
-        report = examined(config, live=row.live)
+        report = examined(config, live=row.live, listen=row.listen)
     finally:
         stop.set()
         if traffic is not None:
