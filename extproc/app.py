@@ -10,10 +10,12 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from extproc import __version__
+from extproc.admin import snapshot
 from extproc.admin.query import Queries
 from extproc.admin.registration import Registrations
 from extproc.admin.server import AdminServer, make_app, tls_context
@@ -34,6 +36,7 @@ from extproc.reasons import Reason
 from extproc.registrar import PoolHomes, Registrar
 from extproc.registry import Registry
 from extproc.reload import FileWatch, applicable, read, replace_instances
+from extproc.replicas import Giver, Replicas
 from extproc.server import ExtProcServer, LoggingObserver, ServerError, ServerOptions, TlsOptions
 from extproc.session_rules import SessionOptions
 from extproc.sources import Sources
@@ -103,6 +106,8 @@ class App:
         self._built = {pool.name: self._assembly.make(pool) for pool in config.pools}
         self.pools = Pools(built.pool for built in self._built.values())
         self.reload_error: str | None = None
+        given = config.replicas
+        self.replicas = Replicas(given.peers, token=given.token, timeout=given.timeout_ms / 1000) if given else None
         self._path = path
         self._reloading = asyncio.Lock()
         trace = config.trace
@@ -174,12 +179,16 @@ class App:
             form=config.admin.conductor_form,
             max_body_bytes=limits.max_body_bytes,
         )
-        more = (*queries.routes(), *self.dashboard.endpoints())
+        more = (*queries.routes(), *self.dashboard.endpoints(), *snapshot.routes(Giver(self.pools)))
         registrar = Registrar(
             Registry(form=config.admin.conductor_form),
             PoolHomes(self.pools, lambda: self.sources.of_type(Registered)),
         )
-        admin = make_app(self, token=config.admin.token, more=[*more, *Registrations(registrar).routes()])
+        admin = make_app(
+            self,
+            token=config.admin.token,
+            more=[*more, *Registrations(registrar).routes()],
+        )
         admin.cleanup_ctx.append(self.dashboard.sampling)
         try:
             files = config.admin.tls
@@ -218,8 +227,18 @@ class App:
             if all(settled(report) for pool in self.pools for report in pool.directory.status()):
                 break
             await asyncio.sleep(0.02)
+        if self.replicas is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    await self.replicas.warm(self.pools)
+            self._tasks.append(asyncio.create_task(self._ask_replicas(self.replicas)))
         self._warm = True
         await server.set_ready(True)
+
+    async def _ask_replicas(self, replicas: Replicas) -> None:
+        given = self.config.replicas
+        if given is not None:
+            await replicas.run(self.pools, given.interval_ms / 1000)
 
     async def _start_files(self) -> None:
         while not await self.sources.wait_ready(60):
@@ -289,11 +308,12 @@ class App:
             if was is None or was.pool is not one.pool:
                 one.pool.attach(was.pool if was else None)
         self.pools.use(one.pool for one in built.values())
+        if new.log.level != self.config.log.level:  # else a level set by hand stays
+            logging.getLogger().setLevel(new.log.level.upper())
         self._built, self.config = built, new
         self.sources.use(new.pools)
         if self.sources.ready:
             self._use_files()
-        logging.getLogger().setLevel(new.log.level.upper())
         for name, was in before.items():
             after = built.get(name)
             if after is None or after.pool is not was.pool:
@@ -328,6 +348,8 @@ class App:
             await self._server.drain()
             await self._server.stop()
         await self.sources.close()
+        if self.replicas is not None:
+            await self.replicas.close()
         for pool in self.pools:
             await pool.close()
         if self._trace is not None:

@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from extproc.config_types import Address, HeaderName, Node, RequestPath
+from extproc.config_types import Address, HeaderName, HttpUrl, Node, RequestPath
 from extproc.config_types import ConfigError as ConfigError
 from extproc.decision import PROFILES, Profile
 from extproc.discovery_config import DiscoveryConfig
@@ -91,6 +91,15 @@ class Reload(Node):
 
     watch: bool = True
     interval_ms: int = Field(1000, ge=50, le=600_000)
+
+
+class ReplicasConfig(Node):
+    """Other kvcar of the same fleet, asked for views that the engines cannot give."""
+
+    peers: tuple[HttpUrl, ...] = Field(min_length=1)
+    token: str | None = None
+    interval_ms: int = Field(2000, ge=50, le=3_600_000)
+    timeout_ms: int = Field(10_000, ge=10, le=600_000)
 
 
 class LivenessConfig(Node):
@@ -318,6 +327,7 @@ class Config(Node):
     log: Log = Log()
     startup: Startup = Startup()
     reload: Reload = Reload()
+    replicas: ReplicasConfig | None = None
     trace: TraceConfig | None = None
     paths: Paths = Paths()
     headers: Headers = Headers()

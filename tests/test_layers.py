@@ -16,6 +16,7 @@ CONFINED = {
     "grpc_health": ["extproc/server.py"],
     "google.protobuf": ["extproc/wire.py"],
     "aiohttp": [
+        "extproc/replicas.py",
         "extproc/admin/",
         "extproc/loads/",
         "kvindex/discovery/",

@@ -75,6 +75,7 @@ class Stack:
     config           replaces top-level keys of kvcar's configuration; "listen", "pool" and "instance" as kvcar_config's
     envoy            replaces fields of EnvoyOptions
     replicas         how many kvcar there are; `kvcar` is the first
+    share            they ask each other for views
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Stack:
         config: Mapping[str, Any] | None = None,
         envoy: Mapping[str, Any] | None = None,
         replicas: int = 1,
+        share: bool = False,
     ) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +97,7 @@ class Stack:
         self._scorer = scorer
         self._config = dict(config or {})
         self._envoy = dict(envoy or {})
-        self._count = replicas
+        self._count, self._share = replicas, share
         self.kvcar: KvcarProcess
         self.replicas: list[KvcarProcess] = []
         self.envoy: EnvoyProcess
@@ -105,9 +107,11 @@ class Stack:
         self._start_engines(self.engines)
         # Envoy is told kvcar's port before kvcar has bound it, and finds it there again after a restart of kvcar.
         ports = [f"127.0.0.1:{free_port()}" for _ in range(self._count)]
-        for number, ext_proc in enumerate(ports):
-            admin = f"127.0.0.1:{free_port()}"
+        admins = [f"127.0.0.1:{free_port()}" for _ in ports]
+        for number, (ext_proc, admin) in enumerate(zip(ports, admins, strict=True)):
             config = kvcar_config(self.engines, ext_proc=ext_proc, admin=admin, scorer=self._scorer, **self._config)
+            if self._share:
+                config["replicas"] = {"peers": [f"http://{other}" for other in admins if other != admin]}
             self.replicas.append(KvcarProcess(config, self.folder, name="kvcar" if not number else f"kvcar-{number}"))
         self.kvcar = self.replicas[0]
         for replica in self.replicas:

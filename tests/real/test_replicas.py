@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.real.harness import Client, Stack, wait_for
+from tests.real.harness import Client, KvcarProcess, Stack, wait_for
 
 pytestmark = pytest.mark.real
 
@@ -67,3 +69,63 @@ async def test_two_replicas_do_not_herd(own_delta: bool, tmp_path: Path) -> None
             assert max(counts.values()) <= BURST / 2, counts
         else:
             assert counts["engine-2"] >= BURST * 0.9, counts
+
+
+def best_hits(replica: KvcarProcess, talks: list[list[dict[str, str]]]) -> float:
+    """Share of the prompts' tokens that the replica knows some engine to hold."""
+    hit = total = 0
+    for messages in talks:
+        body = json.dumps({"model": "demo", "messages": messages}).encode()
+        request = urllib.request.Request(
+            f"http://{replica.admin}/v1/internal/kv-cache/query", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            found = json.load(answer)
+        hit += max(row["device_hit_tokens"] for row in found["instances"])
+        total += found["tokens"]
+    return hit / total
+
+
+async def test_a_replica_that_starts_takes_over_what_another_knows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Engines without replay, as vLLM is by default: without a peer, a kvcar that starts knows nothing for long."""
+    options = {"no_replay": True, "prefill_rate": 50_000}
+    with Stack(tmp_path, engine_options=options, replicas=2, share=True) as stack:
+        first, second = stack.replicas
+        async with Client(stack.url) as client:
+            talks = [prompt(number) for number in range(20)]
+            for messages in talks:
+                assert (await client.chat(messages, max_tokens=2)).status == 200
+            await asyncio.to_thread(stack.settle)
+            before = await asyncio.to_thread(best_hits, first, talks)
+            assert before > 0.8
+
+            second.stop()
+            text = second.config_path.read_text("utf-8")
+            alone = text.replace("interval_ms: 2000", "").partition("replicas:")[0]
+            second.config_path.write_text(alone, encoding="utf-8")
+            second.start()
+            await asyncio.to_thread(second.wait_ready)
+            await asyncio.to_thread(stack.envoy.wait_healthy, "extproc", 2)
+            without = await asyncio.to_thread(best_hits, second, talks)
+
+            second.stop()
+            second.config_path.write_text(text, encoding="utf-8")
+            second.start()
+            await asyncio.to_thread(second.wait_ready)
+            await asyncio.to_thread(stack.envoy.wait_healthy, "extproc", 2)
+            with_peer = await asyncio.to_thread(best_hits, second, talks)
+            with capsys.disabled():
+                print(f"\na replica just started knows {without:.0%} alone, {with_peer:.0%} with a peer ({before:.0%})")
+            assert without < 0.1
+            assert with_peer == before
+            # What was taken over goes on being right: both see the same after more requests.
+            for number in range(20, 30):
+                assert (await client.chat(prompt(number), max_tokens=2)).status == 200
+            await asyncio.to_thread(stack.settle)
+            views = [
+                {row["instance"]: (row["blocks"], row["complete"]) for row in replica.get("/streams")["streams"]}
+                for replica in stack.replicas
+            ]
+            assert views[0] == views[1]
