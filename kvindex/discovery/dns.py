@@ -79,6 +79,7 @@ class DnsSource:
     async def run(self, notify: Notify) -> None:
         from dns.exception import DNSException
 
+        task = asyncio.current_task()
         failures = 0
         while True:
             try:
@@ -94,6 +95,10 @@ class DnsSource:
                 notify.problem(f"{self.name}: no address for {', '.join(unresolved)}" if unresolved else None)
                 notify.ready()
                 wait = ttl
+            if task is not None and task.cancelling():
+                # dnspython waits with asyncio.wait_for, which before Python 3.12 loses a cancellation that comes
+                # together with an answer.
+                raise asyncio.CancelledError
             await asyncio.sleep(self.pause(wait))
 
     def pause(self, seconds: float) -> float:

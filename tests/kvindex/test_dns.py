@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import dns.rcode
 import pytest
 
+from kvindex.discovery.base import FleetFeed
 from kvindex.discovery.dns import DnsSource
 from kvindex.discovery.template import Template
 from kvindex.errors import ConfigurationError
-from kvindex.fleet import ChangeKind
+from kvindex.fleet import ChangeKind, Fleet
 from tests.kvindex.discovery_peer import running
 from tests.kvindex.dns_server import DnsServer, dns_server
 
@@ -165,6 +167,19 @@ async def test_template_that_cannot_be_is_told(server: DnsServer) -> None:
     server.zone["e0." + NAME, "A"] = (0, ["10.1.0.1"])
     async with running(source(server, "srv", SRV)) as it:
         await it.until(lambda: "port '0'" in (it.feed.error or ""))
+
+
+async def test_can_be_cancelled_at_any_moment(server: DnsServer) -> None:
+    """Also when the answer arrives in the same turn of the loop, where asyncio.wait_for of Python 3.11 forgets it."""
+    server.zone[NAME, "A"] = (0, ["10.1.0.1"])
+    for turns in range(5, 105):
+        task = asyncio.create_task(source(server, intervals=(0.0, 0.0)).run(FleetFeed(Fleet(), name="test")))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=10)
+        assert done
+        assert task.cancelled()
 
 
 def test_needs_dnspython(monkeypatch: pytest.MonkeyPatch) -> None:
