@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from extproc.admin.query import Queries
 from extproc.admin.registration import Registrations
 from extproc.admin.server import AdminServer, make_app, tls_context
 from extproc.aibrix_metrics import add_aibrix
-from extproc.assembly import Assembly, Built, instances_of, same_bounds
+from extproc.assembly import Assembly, Built, instances_of, same_bounds, tracing_of
 from extproc.config import Config, ConfigError, EndpointsFileConfig, pair_headers
 from extproc.dashboard import Dashboard
 from extproc.decider import PoolDecider
 from extproc.decisions import DecisionLog
+from extproc.endpoint_picker import EndpointPicker
 from extproc.endpoints_file import EndpointsFile
 from extproc.metrics import Metrics
 from extproc.observe import add_families, add_reload, add_transport, forget_gone, stream_dict
@@ -112,6 +113,7 @@ class App:
         self._reloading = asyncio.Lock()
         trace = config.trace
         self._trace = TraceLog(Path(trace.path), max_bytes=trace.max_bytes) if trace else None
+        self._tracing = tracing_of(config)
         self.decider = PoolDecider(
             self.pools,
             self.metrics_registry,
@@ -120,6 +122,8 @@ class App:
             routes=Routes(config.paths.bases, config.paths.rewrites),
             max_body_bytes=config.limits.max_body_bytes,
             trace=self._trace,
+            picker=EndpointPicker() if config.listen.endpoint_picker else None,
+            tracing=self._tracing,
         )
         self.dashboard = Dashboard(
             self, routes=Routes(config.paths.bases, config.paths.rewrites), max_body_bytes=config.limits.max_body_bytes
@@ -127,7 +131,7 @@ class App:
         self._server: ExtProcServer | None = None
         self._admin: AdminServer | None = None
         self._stop = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._files: dict[str, tuple[EndpointsFileConfig, EndpointsFile, asyncio.Task[None]]] = {}
         self._serving = self._warm = False
         add_families(self.metrics_registry, self.pools)
@@ -165,6 +169,8 @@ class App:
             SessionOptions(
                 destination_header=headers.destination,
                 strip_headers=tuple(dict.fromkeys((headers.rank, headers.prefill, *pair_headers(config)))),
+                session_header=headers.stateful_session,
+                endpoint_picker=config.listen.endpoint_picker,
                 paths=tuple(dict.fromkeys((*PATHS, *config.paths.rewrites))),
                 prefixes=config.paths.bases,
                 max_body_bytes=limits.max_body_bytes,
@@ -205,11 +211,12 @@ class App:
             ext_proc_port = await self._server.start(ready=False)
         except ServerError as error:
             raise ConfigError(f"listen: {error}") from None
-        self._tasks = [asyncio.create_task(watch(self.pools)), asyncio.create_task(self._get_ready(self._server))]
-        self._tasks.append(asyncio.create_task(registrar.run()))
-        self._tasks.append(asyncio.create_task(self._start_files()))
+        self._spawn(watch(self.pools))
+        self._spawn(self._get_ready(self._server))
+        self._spawn(registrar.run())
+        self._spawn(self._start_files())
         if self._path is not None and config.reload.watch:
-            self._tasks.append(asyncio.create_task(self._follow_file(FileWatch(self._path))))
+            self._spawn(self._follow_file(FileWatch(self._path)))
         # What exists by now lives as long as the process: full collections need not look at it again.
         gc.collect()
         gc.freeze()
@@ -218,6 +225,17 @@ class App:
             "ext_proc": f"{config.listen.address.rpartition(':')[0]}:{ext_proc_port}",
             "admin": f"{host}:{admin_port}",
         }
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Runs beside the server until it ends or the process stops; what it raises is logged, not lost."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a task of the server failed", exc_info=task.exception())
 
     async def _get_ready(self, server: ExtProcServer) -> None:
         """Health says SERVING once the fleet is known and what can be synchronized is, or the time is up."""
@@ -231,7 +249,7 @@ class App:
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                     await self.replicas.warm(self.pools)
-            self._tasks.append(asyncio.create_task(self._ask_replicas(self.replicas)))
+            self._spawn(self._ask_replicas(self.replicas))
         self._warm = True
         await server.set_ready(True)
 
@@ -285,6 +303,11 @@ class App:
                 self.metrics_registry.reload_failures.inc()
                 log.error("the changed configuration is refused, the old one stays: %s", error)
                 return self.reload_error
+            except Exception as error:  # ours, but no reason to stop looking at the file
+                self.reload_error = f"internal error: {type(error).__name__}: {error}"
+                self.metrics_registry.reload_failures.inc()
+                log.exception("the changed configuration could not be applied")
+                return self.reload_error
             self.reload_error = None
             self.metrics_registry.reloads.inc()
             if waiting:
@@ -325,10 +348,7 @@ class App:
         self._stop.set()
 
     def _hang_up(self) -> None:
-        self._tasks.append(asyncio.create_task(self._reload_and_forget()))
-
-    async def _reload_and_forget(self) -> None:
-        await self.reload()
+        self._spawn(self.reload())
 
     async def wait(self) -> None:
         """Until `request_stop` or a signal."""
@@ -354,6 +374,8 @@ class App:
             await pool.close()
         if self._trace is not None:
             await asyncio.to_thread(self._trace.close)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         if self._admin is not None:
             await self._admin.stop()
         await asyncio.to_thread(self.transport.stop)
