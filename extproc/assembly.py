@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from extproc.config import Config, ConfigError, profile_of
 from extproc.config import Pool as PoolConfig
@@ -35,6 +35,9 @@ from kvindex.errors import ConfigurationError
 from kvindex.fleet import Fleet, Instance, check_instances
 from kvindex.sync import SyncLimits
 from kvindex.transport import EventTransport
+
+if TYPE_CHECKING:
+    from extproc.tracing import Tracing
 
 
 def instances_of(config: Config) -> list[Instance]:
@@ -73,8 +76,23 @@ def prompter_options(pool: PoolConfig, config: Config) -> PrompterOptions:
     )
 
 
+def tracing_of(config: Config) -> Tracing | None:
+    """Imports OpenTelemetry only where it is asked for. Raises ConfigError with the remedy where it is missing."""
+    return _tracing_type()(config.tracing) if config.tracing is not None else None
+
+
+def _tracing_type() -> type[Tracing]:
+    try:
+        from extproc.tracing import Tracing
+    except ImportError as error:
+        raise ConfigError(f"tracing: needs OpenTelemetry, pip install 'kvcar[otel]' ({error})") from None
+    return Tracing
+
+
 def check_files(config: Config, name: str = "config") -> None:
     """Files that the configuration names exist. Raises ConfigError that names the key, the path and the remedy."""
+    if config.tracing is not None:
+        _tracing_type()
     for section, tls in (("listen", config.listen.tls), ("admin", config.admin.tls)):
         for key, path in tls or ():
             if path is not None and not Path(path).is_file():

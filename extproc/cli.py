@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,30 +18,7 @@ from extproc.commands.record import record
 from extproc.commands.simulate import simulate
 from extproc.commands.tokens import tokens
 from extproc.commands.verify import verify
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object a line, for log collectors."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        entry = {
-            "ts": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
-
-
-def set_up_logs(level: str, form: str) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    plain = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
-    handler.setFormatter(JsonLines() if form == "json" else plain)
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    for noisy in ("transformers", "asyncio", "aiohttp", "grpc", "httpx", "urllib3", "huggingface_hub"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+from extproc.logs import set_up_logs
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

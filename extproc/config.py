@@ -15,11 +15,13 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
+    SecretStr,
     ValidationError,
     model_validator,
 )
@@ -131,6 +133,23 @@ class TraceConfig(Node):
 
 
 class Headers(Node):
+def _header_value(value: SecretStr) -> SecretStr:
+    text = value.get_secret_value()
+    if not text or text != text.strip() or not (text.isascii() and text.isprintable()):
+        raise ValueError("the value of a header must be printable ASCII without blanks around it")
+    return value
+
+
+class TracingConfig(Node):
+    """OpenTelemetry spans of decisions, sent by OTLP; needs kvcar[otel]."""
+
+    endpoint: HttpUrl
+    protocol: Literal["http", "grpc"] = "http"
+    sample_ratio: float = Field(1.0, ge=0, le=1)
+    headers: dict[HeaderName, Annotated[SecretStr, AfterValidator(_header_value)]] = Field(default_factory=dict)
+    service_name: str = Field("kvcar", min_length=1)
+
+
     """Names of the headers kvcar sets; a client's own copies of the first three are always removed."""
 
     destination: HeaderName = "x-gateway-destination-endpoint"
@@ -140,6 +159,7 @@ class Headers(Node):
     priority: HeaderName = "x-kvcar-priority"
     explain: bool = False
 
+    stateful_session: HeaderName | None = None
 
 class Limits(Node):
     max_body_bytes: int = Field(33_554_432, ge=1024, le=1 << 31)
@@ -330,6 +350,7 @@ class Config(Node):
     replicas: ReplicasConfig | None = None
     trace: TraceConfig | None = None
     paths: Paths = Paths()
+    tracing: TracingConfig | None = None
     headers: Headers = Headers()
     limits: Limits = Limits()
     events: Events = Events()
@@ -460,7 +481,7 @@ def _line(name: str, root: yaml.Node | None, error: ErrorDetails) -> str:
         if error["type"] in ("missing", "extra_forbidden") or isinstance(error["input"], dict)
         else (f" (got {_short(error['input'])})")
     )
-    if isinstance(error["input"], BaseModel) or path.endswith("token"):
+    if isinstance(error["input"], BaseModel) or path.endswith("token") or path.startswith("tracing.headers"):
         got = ""
     return f"{name}{line}: {path + ': ' if path else ''}{message}{got}"
 

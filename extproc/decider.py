@@ -5,15 +5,19 @@ Never blocks and never refuses: whatever cannot be scored passes with a reason, 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from xxhash import xxh3_128_hexdigest
 
 from extproc.config import Headers
 from extproc.decision import Decision, Ticket, instance_of
-from extproc.decisions import DecisionLog, Record, shown
+from extproc.decisions import SHOWN, DecisionLog, Record, shown
+from extproc.endpoint_picker import NO_ENDPOINT, EndpointPicker, subset
+from extproc.logs import ABOUT
 from extproc.messages import HttpRequest, Immediate, Outcome
 from extproc.metrics import Metrics
 from extproc.openai import DEFAULT_ROUTES, Routes, parse_body
@@ -24,21 +28,23 @@ from extproc.self_verification import comparable, judge
 from extproc.shedding import priority_of
 from extproc.trace_log import TraceLog
 
+if TYPE_CHECKING:  # the library is optional
+    from extproc.tracing import Tracing
+
 log = logging.getLogger(__name__)
 
 DEFAULT_HEADERS = Headers()
 MAX_SESSION_KEY = 256
+CANCELLED = "cancelled"
+"""In traces: a decision that was broken off."""
 UNAVAILABLE = (503, 504)
 """Nobody served the request: the gateway's answer when connections fail or time out."""
-
-SUBSET = ("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset")
-"""Namespace and key under which a gateway limits the choice (Gateway API Inference Extension, proposal 004)."""
 
 
 class Follow:
     """Follows one decided request: moves its load to the host that serves it, releases it, records the answer."""
 
-    __slots__ = ("_clock", "_comparable", "_contended", "_metrics", "_pool", "_record", "_ticket", "_trace")
+    __slots__ = ("_clock", "_comparable", "_contended", "_metrics", "_pool", "_record", "_ticket", "_trace", "_tracing")
 
     def __init__(
         self,
@@ -49,6 +55,7 @@ class Follow:
         clock: Callable[[], float],
         trace: Callable[[int | None], None] | None,
         *,
+        tracing: Tracing | None = None,
         comparable: bool = False,
         contended: bool = False,
     ) -> None:
@@ -59,6 +66,7 @@ class Follow:
         self._metrics = metrics
         self._clock = clock
         self._trace = trace
+        self._tracing = tracing
         self._comparable = comparable
         self._contended = contended
 
@@ -129,13 +137,16 @@ class Follow:
         self._ticket.close(self._clock())
         if self._trace is not None:
             self._trace(self._record.cached_tokens)
+        if self._tracing is not None:
+            self._tracing.add(self._record)
 
 
 class PoolDecider:
     """The decider of a server with these pools; also counts what sessions pass on without asking.
 
     names            headers that a client may use, and whether answers explain the decision
-
+    tracing          gets the record of each request when it is complete
+    picker           for an endpoint picker: names an endpoint for what cannot be scored; None = it passes without
     """
 
     def __init__(
@@ -148,6 +159,8 @@ class PoolDecider:
         routes: Routes = DEFAULT_ROUTES,
         max_body_bytes: int = 32 << 20,
         trace: TraceLog | None = None,
+        tracing: Tracing | None = None,
+        picker: EndpointPicker | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pools = pools if isinstance(pools, Pools) else Pools(pools)
@@ -157,6 +170,8 @@ class PoolDecider:
         self._routes = routes
         self._max_body = max_body_bytes
         self._trace = trace
+        self._tracing = tracing
+        self._picker = picker
         self._began = clock()
         self._clock = clock
 
@@ -166,25 +181,33 @@ class PoolDecider:
         started = clock()
         headers = request.headers
         record = Record(time.time(), shown(headers.get("x-request-id", "")), shown(request.path.partition("?")[0]))
+        traceparent = headers.get("traceparent")
+        if traceparent is not None and len(traceparent) <= SHOWN:
+            record.traceparent = traceparent
+        ABOUT.set(record)
         body = parse_body(
             request.path, headers, request.body, method=request.method, routes=self._routes, max_bytes=self._max_body
         )
         if isinstance(body, Unscored):
-            return self._pass(record, body, None, started)
+            return self._pass(record, body, None, started, request)
         pool = self.pools.of(body.model)
-        record.model = shown(body.model or "")
+        record.model, record.endpoint = shown(body.model or ""), body.endpoint
         if pool is None:
-            return self._pass(record, Unscored(Reason.MODEL, "no pool serves this model name"), None, started)
+            return self._pass(record, Unscored(Reason.MODEL, "no pool serves this model name"), None, started, request)
         record.pool = pool.name
         ask = self._ask(pool, request)
         refusal = pool.refuse(started, ask.priority)  # before the work that would be in vain
         if refusal is not None:
             return self._refuse(record, refusal, pool)
-        prompt = await pool.tokens(body)
+        try:
+            prompt = await pool.tokens(body)
+        except asyncio.CancelledError:
+            self._cancelled(record, started)
+            raise
         encoded = clock()
         record.tokenize_seconds = encoded - started
         if isinstance(prompt, Unscored):
-            return self._pass(record, prompt, pool, started)
+            return self._pass(record, prompt, pool, started, request)
         keys = pool.keys(prompt)
         hits = pool.hits(keys, encoded)
         matched = clock()
@@ -192,14 +215,15 @@ class PoolDecider:
         record.decision = decision
         record.scorer = scorer = ask.scorer if ask.scorer in pool.routers else pool.scorer_name
         scored = clock()
+        record.match_seconds, record.score_seconds = matched - encoded, scored - matched
         stage = self._metrics.stage
         stage["tokenize"].observe(encoded - started)
-        stage["match"].observe(matched - encoded)
-        stage["score"].observe(scored - matched)
+        stage["match"].observe(record.match_seconds)
+        stage["score"].observe(record.score_seconds)
         chosen = decision.chosen
         if chosen is None:
             reason = Reason.NO_CANDIDATE if decision.reason == "no_candidate" else Reason.INTERNAL
-            return self._pass(record, Unscored(reason, decision.detail), pool, started)
+            return self._pass(record, Unscored(reason, decision.detail), pool, started, request)
         engine = instance_of(chosen)
         waiting = pool.inflight.of_instance(engine).waiting_requests
         contended = pool.self_verification.contended(engine, waiting, scored)
@@ -239,6 +263,7 @@ class PoolDecider:
                 metrics,
                 clock,
                 self._traced(started, pool, decision, keys),
+                tracing=self._tracing,
                 comparable=comparable(decision, partial=prompt.partial),
                 contended=contended,
             ),
@@ -265,12 +290,14 @@ class PoolDecider:
             scorer=headers.get(names.scorer) if len(pool.routers) > 1 else None,
             session=_session_key(headers.get(session)) if session is not None else None,
             priority=priority_of(headers.get(names.priority)) if pool.shedding is not None else 0,
-            only=_subset(request.metadata),
+            only=subset(request.metadata, pool.instances),
         )
 
     def _refuse(self, record: Record, refusal: Immediate, pool: Pool) -> Outcome:
         record.reason, record.status = "shed", refusal.status
         self._decisions.add(record)
+        if self._tracing is not None:
+            self._tracing.add(record)
         self._metrics.requests.labels(pool.name, "shed").inc()
         return Outcome(reason="shed", immediate=refusal)
 
@@ -283,14 +310,66 @@ class PoolDecider:
             ("x-kvcar-prompt-tokens", str(decision.request.tokens)),
         )
 
-    def _pass(self, record: Record, unscored: Unscored, pool: Pool | None, started: float) -> Outcome:
+    def pick(self, request: HttpRequest, reason: Reason) -> Outcome:
+        """See `extproc.messages.Decider`."""
+        headers = request.headers
+        record = Record(time.time(), shown(headers.get("x-request-id", "")), shown(request.path.partition("?")[0]))
+        return self._pass(record, Unscored(reason), None, self._clock(), request)
+
+    def _pass(
+        self, record: Record, unscored: Unscored, pool: Pool | None, started: float, request: HttpRequest
+    ) -> Outcome:
+        if self._picker is not None:
+            return self._pick(self._picker, record, unscored, pool, started, request)
         reason = unscored.reason
         record.reason, record.detail = reason, unscored.detail
         record.total_seconds = self._clock() - started
         self._decisions.add(record)
+        if self._tracing is not None:
+            self._tracing.add(record)
         self._count(reason, pool)
         log.debug("request %s passes unscored: %s %s", record.request_id, reason, unscored.detail)
         return Outcome(reason=str(reason), metadata={"pool": pool.name} if pool is not None else {})
+
+    def _pick(
+        self,
+        picker: EndpointPicker,
+        record: Record,
+        unscored: Unscored,
+        pool: Pool | None,
+        started: float,
+        request: HttpRequest,
+    ) -> Outcome:
+        """An endpoint without a score, or 503: what a gateway expects of its endpoint picker."""
+        reason = record.reason = unscored.reason
+        record.detail = unscored.detail
+        found = picker.pick(self.pools if pool is None else (pool,), request.metadata, started)
+        record.total_seconds = self._clock() - started
+        self._decisions.add(record)
+        if found is None:
+            record.status = NO_ENDPOINT.status
+            self._metrics.unscored.labels(reason).inc()
+            self._metrics.requests.labels(record.pool, "refused").inc()
+            if self._tracing is not None:
+                self._tracing.add(record)
+            return Outcome(reason=str(reason), immediate=NO_ENDPOINT)
+        pool, decision = found
+        self._count(reason, pool)
+        record.pool, record.decision = pool.name, decision
+        ticket = decision.charge(pool.inflight, started)
+        return Outcome(
+            destinations=decision.destinations,
+            headers=decision.headers,
+            metadata={"pool": pool.name, "instance": decision.chosen.name if decision.chosen else ""},
+            reason=str(reason),
+            ticket=Follow(ticket, record, pool, self._metrics, self._clock, None, tracing=self._tracing),
+        )
+
+    def _cancelled(self, record: Record, started: float) -> None:
+        """The time was up, or the client has left: counted by the session, shown in the trace."""
+        if self._tracing is not None:
+            record.reason, record.total_seconds = CANCELLED, self._clock() - started
+            self._tracing.add(record)
 
     def _count(self, reason: Reason, pool: Pool | None) -> None:
         self._metrics.unscored.labels(reason).inc()
@@ -308,13 +387,3 @@ def _session_key(given: str | None) -> str | None:
         if given is None or len(given) <= MAX_SESSION_KEY
         else xxh3_128_hexdigest(given.encode("utf-8", "replace"))
     )
-
-
-def _subset(metadata: Mapping[str, Mapping[str, object]]) -> frozenset[str] | None:
-    """Addresses that the gateway allows: a list or a comma list; None = no limit."""
-    given = metadata.get(SUBSET[0], {}).get(SUBSET[1]) if metadata else None
-    if isinstance(given, str):
-        given = given.split(",")
-    if isinstance(given, (list, tuple)):
-        return frozenset(item.strip() for item in given if isinstance(item, str) and item.strip())
-    return None

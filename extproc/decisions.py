@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from extproc.decision import Decision
+from extproc.logs import trace_id
+from extproc.openai import Endpoint
 
 SHOWN = 200
 """Characters kept of what a client may choose freely (path, request id, model): the ring's memory is bounded."""
@@ -32,10 +34,14 @@ class Record:
     decision: Decision | None = None
     scorer: str = ""
     tokenize_seconds: float = 0.0
+    match_seconds: float = 0.0
+    score_seconds: float = 0.0
     total_seconds: float = 0.0
     status: int | None = None
     served: str | None = None
     cached_tokens: int | None = None
+    endpoint: Endpoint | None = None
+    traceparent: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -43,6 +49,7 @@ class Record:
         return {
             "at": round(self.at, 3),
             "request_id": self.request_id,
+            "trace_id": trace_id(self.traceparent),
             "path": self.path,
             "pool": self.pool,
             "model": self.model,

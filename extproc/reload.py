@@ -9,7 +9,7 @@ from pathlib import Path
 from extproc.assembly import check_files, instances_of
 from extproc.config import Config, ConfigError, Pool, load, pair_headers
 
-FIXED = ("listen", "admin", "startup", "reload", "replicas", "trace", "paths", "headers", "limits", "events")
+FIXED = ("listen", "admin", "startup", "reload", "replicas", "trace", "tracing", "paths", "headers", "limits", "events")
 """Sections that take effect at start only. `pools` and `log` apply at once."""
 
 SOURCES = ("instances", "discovery")

@@ -28,6 +28,7 @@ CONFINED = {
         "extproc/dashboard/",
         "examples/",
     ],
+    "opentelemetry": ["extproc/tracing.py"],
     "uvloop": ["extproc/app.py", "extproc/cli.py", "extproc/workers.py"],
     "prometheus_client": ["extproc/metrics.py", "extproc/loads/", "extproc/admin/"],
     "envoy_data_plane": ["extproc/envoy_config", "extproc/gateway"],

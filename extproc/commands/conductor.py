@@ -67,7 +67,7 @@ def conductor(
     SIGTERM or SIGINT. See docs/conductor.md.
     """
     from extproc import conductor as server
-    from extproc.cli import set_up_logs
+    from extproc.logs import set_up_logs
 
     set_up_logs(log_level, log_format)
     if token is not None and len(token) < 8:
