@@ -63,7 +63,7 @@ class Row:
     faults: dict[str, Any] = field(default_factory=dict)
     top: dict[str, Any] = field(default_factory=dict)
     live: bool = False
-    salted: bool = False
+    traffic: dict[str, Any] | None = None
     listen: float = 0.6
 
 
@@ -110,7 +110,11 @@ ROWS = [
     Row("no replay there", {"events.replay_port"}, instance={"replay": CLOSED}),
     Row("silent replay", {"events.replay_silent"}, faults={"mute_replay": True}, listen=3.0),
     Row("late", {"events.unanchored"}, {"events.incomplete"}, engines=("short",)),
-    Row("salt", notes={"events.salted"}, salted=True),
+    Row("salt", notes={"events.salted"}, traffic={"cache_salt": "salt-{number}"}, listen=2.0),
+    Row("adapters", {"engine.adapter", "events.adapters"}, engines=("lora",), traffic={"model": "ada"},
+        listen=2.0),
+    Row("healthy, engine connects", engines=("connects",), instance={"bind": True}),
+    Row("nobody connects", {"events.nobody_connects"}, instance={"bind": True, "events": CLOSED}),
     Row("swapped engines", {"live.wrong_stream"}, engines=("a", "lora"), pool={"adapters": ["ada"]}, live=True,
         instance={"events": "{events_of_other}", "replay": "{replay_of_other}"}),
     Row("no cached_tokens", {"live.no_cached_tokens"}, faults={"no_cached_tokens": True}, live=True),
@@ -132,7 +136,7 @@ def test_found_and_nothing_else(row: Row, fleet: dict[str, EmulatorProcess], tmp
         if row.faults:
             engine.control(**row.faults)
     stop = threading.Event()
-    traffic = threading.Thread(target=_salted, args=(engines[0], stop)) if row.salted else None
+    traffic = threading.Thread(target=_ask, args=(engines[0], row.traffic, stop)) if row.traffic else None
     try:
         if traffic is not None:
             traffic.start()
@@ -182,11 +186,13 @@ def _filled(
     return {key: value.format(**words) if isinstance(value, str) else value for key, value in instance.items()}
 
 
-def _salted(engine: EmulatorProcess, stop: threading.Event) -> None:
+def _ask(engine: EmulatorProcess, body: dict[str, str], stop: threading.Event) -> None:
     number = 0
     while not stop.wait(0.05):
         number += 1
-        warm(engine, cache_salt=f"salt-{number}")
+        text = f"Question {number}: " + "a prompt that fills a few blocks of sixteen tokens each. " * 4
+        message = {"role": "user", "content": text}
+        warm(engine, messages=[message], **{key: value.format(number=number) for key, value in body.items()})
 
 
 def test_the_first_difference_is_shown(fleet: dict[str, EmulatorProcess], tmp_path: Path) -> None:
