@@ -149,6 +149,24 @@ def check(config_path: Path, as_json: bool) -> None:
     show_default=True,
     help="How Envoy hands over bodies.",
 )
+@click.option(
+    "--routing",
+    type=click.Choice(["override-host", "original-dst", "stateful-session"]),
+    default="override-host",
+    show_default=True,
+    help="How Envoy obeys the decision; docs/envoy.md says which when.",
+)
+@click.option(
+    "--engine-protocol",
+    type=click.Choice(["http1", "http2"]),
+    default="http1",
+    show_default=True,
+    help="The engines' protocol; clients may use either.",
+)
+@click.option("--ext-proc-ca", metavar="PEM", help="TLS to kvcar: the CA that signed its certificate.")
+@click.option("--ext-proc-cert", metavar="PEM", help="Mutual TLS: Envoy's own certificate ...")
+@click.option("--ext-proc-key", metavar="PEM", help="... and its key.")
+@click.option("--ext-proc-name", metavar="NAME", help="Name in kvcar's certificate, if not the host of its address.")
 @click.option("--engines-file", help="Endpoints from this watched EDS file instead of the configured instances.")
 @click.option("--fail-closed", is_flag=True, help="Answer 500 while kvcar is away, instead of balancing without it.")
 def envoy_config(
@@ -159,6 +177,12 @@ def envoy_config(
     envoy_admin: str,
     ext_proc: tuple[str, ...],
     body_mode: str,
+    routing: str,
+    engine_protocol: str,
+    ext_proc_ca: str | None,
+    ext_proc_cert: str | None,
+    ext_proc_key: str | None,
+    ext_proc_name: str | None,
     engines_file: str | None,
     fail_closed: bool,
 ) -> None:
@@ -170,12 +194,20 @@ def envoy_config(
         "listen": listen,
         "admin": None if envoy_admin == "none" else envoy_admin,
         "body_mode": envoy.BodyMode(body_mode),
+        "routing": envoy.Routing(routing),
+        "engine_protocol": envoy.Http(engine_protocol),
         "fail_open": not fail_closed,
         "engines_file": engines_file,
     }
     if ext_proc:
         overrides["ext_proc"] = ext_proc
     try:
+        if ext_proc_ca is not None:
+            overrides["ext_proc_tls"] = envoy.ClientTls(
+                ca=ext_proc_ca, cert=ext_proc_cert, key=ext_proc_key, name=ext_proc_name
+            )
+        elif ext_proc_cert or ext_proc_key or ext_proc_name:
+            raise ValueError("--ext-proc-ca is missing: the other --ext-proc options of TLS need it")
         text = envoy.render(envoy.options_for(config, pool=pool, **overrides), envoy.Part(part))
     except ValueError as error:
         fail(str(error))

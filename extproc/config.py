@@ -69,6 +69,7 @@ class Listen(Node):
     drain_wait_ms: int = Field(2500, ge=0, le=600_000)
     drain_grace_ms: int = Field(30_000, ge=0, le=3_600_000)
     observe_usage: bool = False
+    endpoint_picker: bool = False
 
 
 class Admin(Node):
@@ -132,7 +133,6 @@ class TraceConfig(Node):
     max_bytes: int = Field(1 << 30, ge=1024)
 
 
-class Headers(Node):
 def _header_value(value: SecretStr) -> SecretStr:
     text = value.get_secret_value()
     if not text or text != text.strip() or not (text.isascii() and text.isprintable()):
@@ -150,6 +150,7 @@ class TracingConfig(Node):
     service_name: str = Field("kvcar", min_length=1)
 
 
+class Headers(Node):
     """Names of the headers kvcar sets; a client's own copies of the first three are always removed."""
 
     destination: HeaderName = "x-gateway-destination-endpoint"
@@ -158,8 +159,8 @@ class TracingConfig(Node):
     scorer: HeaderName = "x-kvcar-scorer"
     priority: HeaderName = "x-kvcar-priority"
     explain: bool = False
-
     stateful_session: HeaderName | None = None
+
 
 class Limits(Node):
     max_body_bytes: int = Field(33_554_432, ge=1024, le=1 << 31)
@@ -349,8 +350,8 @@ class Config(Node):
     reload: Reload = Reload()
     replicas: ReplicasConfig | None = None
     trace: TraceConfig | None = None
-    paths: Paths = Paths()
     tracing: TracingConfig | None = None
+    paths: Paths = Paths()
     headers: Headers = Headers()
     limits: Limits = Limits()
     events: Events = Events()

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Protocol
 
+from extproc.reasons import Reason
+
 # --- from Envoy -------------------------------------------------------------------------------------------------------
 
 
@@ -134,13 +136,17 @@ def refusal(
 
 @dataclass(slots=True)
 class HttpRequest:
-    """A whole request for a handled path. headers as in RequestHeaders; metadata: the namespaces Envoy forwards."""
+    """A whole request for a handled path. headers as in RequestHeaders; metadata: the namespaces Envoy forwards.
+
+    reason: for Decider.pick, not decide: why it cannot be scored. Its body is what is to be passed on, if anything.
+    """
 
     method: str
     path: str
     headers: dict[str, str]
     body: bytes
     metadata: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    reason: Reason | None = None
 
 
 class Ticket(Protocol):
@@ -189,3 +195,8 @@ class Decider(Protocol):
     """
 
     async def decide(self, request: HttpRequest) -> Outcome: ...
+
+    def pick(self, request: HttpRequest, reason: Reason) -> Outcome:
+        """For an endpoint picker (SessionOptions.endpoint_picker): a destination without scoring, or an Immediate.
+        At once: it stands in when `decide` failed or was too late."""
+        ...

@@ -28,7 +28,7 @@ from grpc_health.v1._async import HealthServicer
 
 from extproc import wire
 from extproc.allocator import keep_freed_memory
-from extproc.messages import Decider, Immediate, Reply
+from extproc.messages import Decider, HttpRequest, Immediate, Reply
 from extproc.reasons import Reason
 from extproc.session import Session
 from extproc.session_rules import Observer, SessionOptions, SessionRules
@@ -222,17 +222,30 @@ class ExtProcServer:
     async def _decide(self, session: Session) -> Iterable[Reply | Immediate]:
         request = session.request
         assert request is not None  # the caller looked
+        if request.reason is not None:
+            return self._without_score(session, request, request.reason)
         try:
             async with asyncio.timeout(self.options.decide_timeout) as deadline:
                 outcome = await self._decider.decide(request)
         except TimeoutError as error:
             if deadline.expired():
-                return session.failed(Reason.TIMEOUT)
+                return self._without_score(session, request, Reason.TIMEOUT)
             self._observer.fault("decider", error)
-            return session.failed(Reason.INTERNAL)
+            return self._without_score(session, request, Reason.INTERNAL)
         except Exception as error:
             self._observer.fault("decider", error)
-            return session.failed(Reason.INTERNAL)
+            return self._without_score(session, request, Reason.INTERNAL)
+        return session.decided(outcome)
+
+    def _without_score(self, session: Session, request: HttpRequest, reason: Reason) -> Iterable[Reply | Immediate]:
+        """The request passes on as it is, or, for an endpoint picker, to an endpoint all the same."""
+        if not self._rules.options.endpoint_picker:
+            return session.failed(reason)
+        try:
+            outcome = self._decider.pick(request, reason)
+        except Exception as error:
+            self._observer.fault("decider", error)
+            return session.failed(reason)
         return session.decided(outcome)
 
 

@@ -12,7 +12,7 @@ Request side:
     START --headers--> COLLECT --last body part or trailers--> DECIDE --decided(), failed()--> PASS
       |                   |                                       |
       |                   +--over the limit--> PASS               +--Immediate--> ENDED
-      +--no body, other path or method, encoded, announced too large--> PASS
+      +--no body, other path or method, encoded, announced too large--> PASS, for an endpoint picker DECIDE
       +--observability mode--> OBSERVE
 
 Response side: three events in order (headers, first byte, end), whatever the request side's phase.
@@ -28,6 +28,7 @@ own copy of a header that we may set never survives: each reply that can change 
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
 
@@ -69,6 +70,8 @@ class Session:
 
     __slots__ = (
         "_answered",
+        "_at_headers",
+        "_body_ended",
         "_chunks",
         "_duplex_request",
         "_duplex_response",
@@ -100,6 +103,8 @@ class Session:
         self._duplex_response = False
         self._response_body_sent = False
         self._ended_by_trailers = False
+        self._at_headers = False
+        self._body_ended = True
         self._first_byte = False
         self._response_headers: tuple[tuple[str, str], ...] = ()
         self._ticket: Ticket | None = None
@@ -150,9 +155,12 @@ class Session:
             headers = ((options.destination_header, destination), *headers)
             # The gateway reads this key whatever the header is called (override_host in `kvcar envoy-config`).
             metadata["envoy.lb"] = {DESTINATION_KEY: destination}
+            if options.session_header:
+                first = destination.partition(",")[0]
+                headers = ((options.session_header, b64encode(first.encode()).decode()), *headers)
         given = {name.lower() for name, _ in headers}
         return Reply(
-            Kind.REQUEST_HEADERS if self._duplex_request else Kind.REQUEST_BODY,
+            Kind.REQUEST_HEADERS if self._duplex_request or self._at_headers else Kind.REQUEST_BODY,
             set_headers=headers,
             remove_headers=tuple(name for name in self._rules.remove if name not in given),
             metadata=metadata,
@@ -189,6 +197,9 @@ class Session:
             self._phase = Phase.OBSERVE
             return NOTHING
         reason = self._refuse(message)
+        if reason is not None and rules.options.endpoint_picker:
+            self._head, self._at_headers = message, True
+            return self._ask(reason)
         if reason is not None:
             self._phase = Phase.PASS
             rules.observer.unscored(reason)
@@ -235,14 +246,15 @@ class Session:
             return self._ask()
         return NOTHING if self._phase is Phase.OBSERVE else (self._rules.request_trailers,)
 
-    def _ask(self) -> Iterable[Reply]:
+    def _ask(self, reason: Reason | None = None) -> Iterable[Reply]:
         head = self._head
         assert head is not None  # set with Phase.COLLECT
         body = b"".join(self._chunks)
         self._chunks = []
         self._phase = Phase.DECIDE
         headers = head.headers
-        self.request = HttpRequest(headers[":method"], headers[":path"], headers, body, head.metadata)
+        method, path = headers.get(":method", ""), headers.get(":path", "")
+        self.request = HttpRequest(method, path, headers, body, head.metadata, reason)
         return NOTHING
 
     def _take_request(self) -> bytes:
@@ -253,6 +265,9 @@ class Session:
 
     def _give_up(self, end_of_stream: bool) -> Iterable[Reply]:
         """Over the limit: keep no more of it. In full duplex what was held goes out, the rest follows as it comes."""
+        if self._rules.options.endpoint_picker:
+            self._body_ended = end_of_stream
+            return self._ask(Reason.TOO_LARGE)
         body = b"".join(self._chunks) if self._duplex_request else b""
         self._chunks = []
         self._head = None
@@ -262,11 +277,14 @@ class Session:
     def _unscored(self, reason: Reason, body: bytes, end_of_stream: bool = True) -> Iterable[Reply]:
         rules = self._rules
         rules.observer.unscored(reason)
-        table = rules.headers_unscored if self._duplex_request else rules.body_unscored
+        table = rules.headers_unscored if self._duplex_request or self._at_headers else rules.body_unscored
         return self._answer(table[reason], body, end_of_stream)
 
     def _answer(self, reply: Reply, body: bytes, end_of_stream: bool = True) -> Iterable[Reply]:
         trailers = self._ended_by_trailers
+        if self._at_headers:
+            return (reply,)
+        end_of_stream = end_of_stream and self._body_ended
         if self._duplex_request:
             return self._echo_request(reply, body, end_of_stream and not trailers)
         if trailers:  # the last body part is answered already: what is left can carry metadata alone
@@ -284,7 +302,7 @@ class Session:
             return NOTHING
         if self._duplex_request:
             return self._echo(Kind.REQUEST_BODY, message.body, message.end_of_stream)
-        return (self._rules.body_pass,)
+        return (self._rules.body_decided if self._at_headers else self._rules.body_pass,)
 
     def _echo(self, kind: Kind, body: bytes, end_of_stream: bool) -> Iterator[Reply]:
         """The bytes again, in parts of at most chunk_bytes; an empty part only to say that the body ends."""

@@ -31,6 +31,9 @@ class SessionOptions:
     chunk_bytes         largest body part in a full-duplex reply (64 KiB is Envoy's own bound)
     clear_route_cache   for gateways that choose a route or cluster by the header; override_host does not need it
     observe_usage       read token counts from response bodies, if Envoy sends them
+    session_header      request header for the first destination in base64, as Envoy's stateful_session filter reads it
+    endpoint_picker     every request gets a destination or an answer of ours (Gateway API Inference Extension): what
+                        cannot be scored goes to Decider.pick, by its headers where they decide it
     served_header       response header to fill with the address that answered, None = none
     """
 
@@ -44,6 +47,8 @@ class SessionOptions:
     observe_usage: bool = False
     usage_tail_bytes: int = 65_536
     served_header: str | None = None
+    session_header: str | None = None
+    endpoint_picker: bool = False
 
 
 class Observer:
@@ -66,12 +71,17 @@ class SessionRules:
             f"{prefix.rstrip('/')}{path}" for prefix in ("", *options.prefixes) for path in options.paths
         )
         self.remove = tuple(
-            dict.fromkeys(name.lower() for name in (options.destination_header, *options.strip_headers))
+            dict.fromkeys(
+                name.lower()
+                for name in (options.destination_header, options.session_header, *options.strip_headers)
+                if name is not None
+            )
         )
         self.headers_pass = Reply(Kind.REQUEST_HEADERS, remove_headers=self.remove)
         self.body_pass = Reply(Kind.REQUEST_BODY, remove_headers=self.remove)
         self.headers_unscored = {reason: self._unscored(Kind.REQUEST_HEADERS, reason) for reason in OWN_REASONS}
         self.body_unscored = {reason: self._unscored(Kind.REQUEST_BODY, reason) for reason in OWN_REASONS}
+        self.body_decided = Reply(Kind.REQUEST_BODY)
         self.request_trailers = Reply(Kind.REQUEST_TRAILERS)
         self.response_headers = Reply(Kind.RESPONSE_HEADERS)
         self.response_body = Reply(Kind.RESPONSE_BODY)
@@ -82,7 +92,7 @@ class SessionRules:
 
     def constants(self) -> Iterator[Reply]:
         """The replies that sessions of these rules return as they are, for the shell to serialise once."""
-        yield from (self.headers_pass, self.body_pass, self.request_trailers)
+        yield from (self.headers_pass, self.body_pass, self.body_decided, self.request_trailers)
         yield from (self.response_headers, self.response_body, self.response_trailers)
         yield from self.headers_unscored.values()
         yield from self.body_unscored.values()

@@ -14,12 +14,24 @@ from envoy_data_plane.envoy.config.bootstrap.v3 import Bootstrap
 
 from extproc.cli import main
 from extproc.config import load, parse
-from extproc.envoy_config import DESTINATION, BodyMode, EnvoyOptions, Part, as_dict, options_for, render
-from extproc.envoy_yaml import COMMENTS, PLACES, dump
+from extproc.envoy_config import (
+    DESTINATION,
+    BodyMode,
+    ClientTls,
+    EnvoyOptions,
+    Http,
+    Part,
+    Routing,
+    as_dict,
+    options_for,
+    render,
+)
+from extproc.envoy_config.yaml_form import COMMENTS, PLACES, dump
 from extproc.session import DESTINATION_KEY
 from tests.real.harness import envoy_binary
 
 ROOT = Path(__file__).parents[2]
+TLS = Path(__file__).parent / "tls"
 REFERENCES = ROOT / "tests/data/envoy"
 ENGINES = ("127.0.0.1:8001", "127.0.0.1:8002", "127.0.0.1:8003")
 
@@ -30,6 +42,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fail closed, no admin, no log": {"engines": ENGINES, "fail_open": False, "admin": None, "access_log": None},
     "two kvcar, by name": {"engines": ("engine:8000",), "ext_proc": ("kvcar-0.kvcar:9002", "kvcar-1.kvcar:9002")},
     "ipv6": {"engines": ("[::1]:8000",), "ext_proc": ("[::1]:9002",), "listen": "[::]:10000"},
+    "original dst": {"engines": ENGINES, "routing": Routing.ORIGINAL_DST},
+    "original dst, file, http2": {
+        "engines_file": "./eds/engines.yaml",
+        "routing": Routing.ORIGINAL_DST,
+        "engine_protocol": Http.HTTP2,
+    },
+    "original dst, full duplex": {
+        "engines": ENGINES,
+        "routing": Routing.ORIGINAL_DST,
+        "body_mode": BodyMode.FULL_DUPLEX,
+    },
+    "stateful session": {"engines": ENGINES, "routing": Routing.STATEFUL_SESSION},
+    "tls": {"engines": ENGINES, "ext_proc_tls": ClientTls(ca=f"{TLS}/ca.pem")},
+    "mutual tls, by name": {
+        "engines": ENGINES,
+        "ext_proc": ("kvcar-0.kvcar:9002", "kvcar-1.kvcar:9002"),
+        "ext_proc_tls": ClientTls(
+            ca=f"{TLS}/ca.pem", cert=f"{TLS}/client.pem", key=f"{TLS}/client.key", name="kvcar.example"
+        ),
+    },
+    "http2": {"engines": ENGINES, "engine_protocol": Http.HTTP2},
     "own headers": {"engines": ENGINES, "destination_header": "x-engine", "written_headers": ("x.rank",)},
     "prefixes": {"engines": ENGINES, "path_prefixes": ("/openai", "/some-gateway/llm/"), "observe_usage": True},
 }
@@ -51,6 +84,18 @@ def validate(text: str, folder: Path) -> None:
     assert "[warning]" not in done.stderr, done.stderr
 
 
+def enabled_by_routes(data: dict[str, Any]) -> dict[str, Any]:
+    """The measured files switch the filter off on all other routes; ours switches it on where it belongs."""
+    network = data["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    network["http_filters"][0]["disabled"] = True
+    scored, others = network["route_config"]["virtual_hosts"][0]["routes"]
+    scored["typed_per_filter_config"] = others.pop("typed_per_filter_config")
+    setting = scored["typed_per_filter_config"]["envoy.filters.http.ext_proc"]
+    del setting["disabled"]
+    setting["overrides"] = {}
+    return data
+
+
 # The measured files of tests/data/envoy; `request` variants differ from them in nothing else.
 SAME_AS = {
     "recommended": "override_host.yaml",
@@ -65,7 +110,7 @@ def test_equals_the_configuration_that_was_measured(variant: str) -> None:
     assert "/v1/(chat/)?completions" in text
     # More paths carry prompts by now; the rest is as measured.
     paths = "/v1/(chat/completions|completions|responses|messages|embeddings)|(/generate|/inference/v1/generate)"
-    measured = typed(yaml.safe_load(text.replace("/v1/(chat/)?completions", paths)))
+    measured = typed(enabled_by_routes(yaml.safe_load(text.replace("/v1/(chat/)?completions", paths))))
     ours = typed(as_dict(EnvoyOptions(**VARIANTS[variant])))
     if variant == "full duplex":
         # Not applied in this mode; harmless, and there when the mode falls back.

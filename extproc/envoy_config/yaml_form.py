@@ -130,8 +130,8 @@ def plain(value: Any) -> Any:
 
 # Key order for readers; keys not named follow in the order of the proto.
 _FIRST = (
-    "admin", "node", "name", "type", "@type", "stat_prefix", "match", "address", "connect_timeout", "cluster",
-    "timeout", "interval", "no_traffic_interval", "stream_idle_timeout", "http2_protocol_options",
+    "admin", "node", "name", "disabled", "type", "@type", "stat_prefix", "match", "address", "connect_timeout",
+    "cluster", "timeout", "interval", "no_traffic_interval", "stream_idle_timeout", "http2_protocol_options",
     "early_header_mutation_extensions", "request_body_buffer_limit", "failure_mode_allow", "message_timeout",
     "max_message_timeout", "retry_on",
 )  # fmt: skip
@@ -179,7 +179,18 @@ COMMENTS: Comments = {
     ("route", "timeout=0s"): "none: SSE may be long, stream_idle_timeout bounds it",
     ("retry_host_predicate",): "without it the fallback may pick the failed host again",
     ("route", "retry_policy", "num_retries"): "entries of kvcar's list beyond 1 + num_retries are never used",
-    ("typed_per_filter_config",): "/v1/models, /health, ...: kvcar never sees them",
+    ("typed_per_filter_config",): "switches the filter on; /v1/models, /health, ...: kvcar never sees them",
+    ("disabled",): "on the routes that switch it on, and nowhere else",
+    ("match", "dynamic_metadata"): "kvcar has decided; a client cannot write metadata",
+    ("type=ORIGINAL_DST",): (
+        "WARNING: dials whatever address the metadata holds. Never take it from a header here: a client could then\n"
+        "reach everything that Envoy reaches (server-side request forgery)."
+    ),
+    ("route_cache_action",): "the route depends on the decision: look again once it is there",
+    ("response_mutations",): "the filter below writes the address of another host that served; clients need not know",
+    ("transport_socket",): "files are read when Envoy starts; after a rotation restart it, or move them to SDS",
+    ("match_typed_subject_alt_names",): "without it any certificate of this CA would do",
+    ("alpn_protocols",): "gRPC servers refuse TLS without it",
     ("failure_mode_allow=True",): "on any error of kvcar the fallback policy serves",
     ("failure_mode_allow=False",): "without kvcar requests fail with 500",
     ("message_timeout",): "kvcar's time for one message, tokenizing included",
