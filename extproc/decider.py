@@ -44,7 +44,18 @@ UNAVAILABLE = (503, 504)
 class Follow:
     """Follows one decided request: moves its load to the host that serves it, releases it, records the answer."""
 
-    __slots__ = ("_clock", "_comparable", "_contended", "_metrics", "_pool", "_record", "_ticket", "_trace", "_tracing")
+    __slots__ = (
+        "_clock",
+        "_comparable",
+        "_contended",
+        "_metrics",
+        "_missing",
+        "_pool",
+        "_record",
+        "_ticket",
+        "_trace",
+        "_tracing",
+    )
 
     def __init__(
         self,
@@ -58,8 +69,9 @@ class Follow:
         tracing: Tracing | None = None,
         comparable: bool = False,
         contended: bool = False,
+        missing: bytes | None = None,
     ) -> None:
-        """comparable, contended: see `extproc.self_verification`."""
+        """comparable, contended, missing: see `extproc.self_verification`."""
         self._ticket = ticket
         self._record = record
         self._pool = pool
@@ -69,6 +81,7 @@ class Follow:
         self._tracing = tracing
         self._comparable = comparable
         self._contended = contended
+        self._missing = missing
 
     def on_response_headers(self, status: int | None, served: str | None) -> None:
         self._record.status = status
@@ -130,7 +143,7 @@ class Follow:
     def _active(self) -> None:
         chosen = self._record.decision.chosen if self._record.decision is not None else None
         if chosen is not None:
-            self._pool.self_verification.active(instance_of(chosen), self._clock())
+            self._pool.self_verification.active(instance_of(chosen), self._missing, self._clock())
 
     def close(self) -> None:
         self._active()
@@ -225,8 +238,11 @@ class PoolDecider:
             reason = Reason.NO_CANDIDATE if decision.reason == "no_candidate" else Reason.INTERNAL
             return self._pass(record, Unscored(reason, decision.detail), pool, started, request)
         engine = instance_of(chosen)
-        waiting = pool.inflight.of_instance(engine).waiting_requests
-        contended = pool.self_verification.contended(engine, waiting, scored)
+        waiting = int(pool.inflight.get(engine, scored).waiting)
+        reused = decision.hit_tokens // (decision.request.block_size or 1)
+        missing = keys[reused] if reused < len(keys) else None
+        contended = pool.self_verification.contended(engine, missing, waiting, scored)
+        pool.self_verification.active(engine, missing, scored)
         ticket = decision.charge(pool.inflight, scored)
         record.total_seconds = clock() - started
         stage["total"].observe(record.total_seconds)
@@ -266,6 +282,7 @@ class PoolDecider:
                 tracing=self._tracing,
                 comparable=comparable(decision, partial=prompt.partial),
                 contended=contended,
+                missing=missing,
             ),
         )
 

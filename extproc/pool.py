@@ -107,15 +107,21 @@ class Pool:
         self._stops: tuple[Callable[[], object], ...] = ()
         self._stop_directory: Callable[[], object] = _nothing
         self._helpless: frozenset[str] = frozenset()
+        self._after: Pool | None = None
         self.by_name: Mapping[str, Instance] = {}
         self.instances: tuple[Instance, ...] = ()
         self.on_instances: Callable[[tuple[Instance, ...]], None] | None = None
         """Called with the new instances whenever one of them has changed; must be quick."""
 
+    def check(self) -> None:
+        """Raises ConfigurationError where `attach` would: a publisher that somebody has registered as well."""
+        self.directory.check_publishers(self._publishers, source="configuration")
+
     def attach(self, before: Pool | None = None) -> None:
         """Follows the fleet from now on, in place of `before`, with which it may share parts."""
         if before is not None:
             before._stop()
+            before._after = self
         if before is not None and before.directory is self.directory:
             self._stop_directory = before._stop_directory
         else:
@@ -136,6 +142,7 @@ class Pool:
             self._stop_directory()
             self.directory.close()
         if isinstance(self.source, PrometheusPoller) and (after is None or after.source is not self.source):
+            self.source.on_poll = None
             await self.source.close()
         remote = self.prompter.remote
         if remote is not None and (after is None or after.prompter is not self.prompter):
@@ -145,6 +152,7 @@ class Pool:
         for stop in self._stops:
             stop()
         self._stops = ()
+        self.on_instances = None
 
     def _changed(self, change: FleetChange) -> None:
         """Only a change of this pool's instances makes new tuples: the router plans anew for each."""
@@ -154,7 +162,6 @@ class Pool:
     def _refresh(self) -> None:
         mine = self._known = {name: one for name, one in self._fleet.snapshot().items() if one.pool == self.name}
         self.inflight.update(mine.values())
-        self.self_verification.retain(mine)
         if isinstance(self.beside, Approximate):
             self.beside.retain(mine.values())
         if self.liveness is not None:
@@ -199,7 +206,10 @@ class Pool:
     # -- what answers and what does not
 
     def answered(self, address: str) -> None:
-        """A request was answered from there."""
+        """A request was answered from there. One that was under way when another pool took this one's place counts for
+        that one: only its candidates matter now."""
+        if self._after is not None:
+            return self._after.answered(address)
         name = self.inflight.by_address.get(address)
         if self.liveness is not None and name is not None and self.liveness.answered(name):
             log.info("instance %s answers again", name)
@@ -207,6 +217,8 @@ class Pool:
 
     def failed(self, address: str, now: float, reason: str) -> None:
         """The gateway could not have a request served there."""
+        if self._after is not None:
+            return self._after.failed(address, now, reason)
         name = self.inflight.by_address.get(address)
         if self.liveness is None or name is None or not self.liveness.failed(name, now, reason):
             return

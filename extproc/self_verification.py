@@ -4,18 +4,19 @@
 
 Two differences are no fault: between decision and prefill another request at the same engine computed the prefix (the
 engine reuses more) or evicted it (less), or did so just before and its events were still on their way. Answers to
-requests that were decided while another one waited at the engine, or within `LAG` of another's answer, are therefore
-`excused`: compared for prompt tokens alone, whether their hits differ or not, so that the share stays a fair one. What
-is left differs rarely when all is well, while a wrong template, a stream that misses events or a cache that is off
-makes nearly every answer differ: the thresholds lie between, with distance to both. Sans-IO; owned by the event loop.
+requests that were decided while another one waited at the engine, or within `LAG` of another one there that lacked the
+same block first, are therefore `excused`: compared for prompt tokens alone, whether their hits differ or not, so that
+the share stays a fair one. What is left differs rarely when all is well, while a wrong template, a stream that misses
+events or a cache that is off makes nearly every answer differ: the thresholds lie between, with distance to both. The
+window holds judged answers only, so that a busy engine, where most are excused, is judged all the same, later.
+Sans-IO; owned by the event loop.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, deque
-from collections.abc import Iterable
+from collections import Counter, OrderedDict, deque
 from enum import StrEnum
 from typing import Any
 
@@ -30,6 +31,8 @@ RAISE, CLEAR = 0.2, 0.1
 """Drift begins at the first share of differing answers and ends below the second, so that it does not flap."""
 LAG = 0.1
 """Seconds that an engine's events may take to arrive and to be applied: milliseconds, on a busy machine some ten."""
+REMEMBERED = 4096
+"""First missing blocks whose last sight is kept."""
 LOG_EVERY = 600.0
 """Seconds between two log lines of a pool, whatever happens in between."""
 
@@ -93,36 +96,45 @@ class SelfVerification:
     def __init__(self, pool: str, *, window: int = WINDOW, enough: int = ENOUGH) -> None:
         self.pool = pool
         self.drifting = False
+        self.excused = 0
+        """Answers excused since the start."""
         self._enough = enough
         self._window: deque[tuple[Verdict, float]] = deque(maxlen=window)
+        self._counted: deque[bool] = deque(maxlen=window)  # of all answers: did the prompt tokens differ?
         self._sum = 0.0
         self._counts: Counter[Verdict] = Counter()
         self._logged: float | None = None
-        self._active: dict[str, float] = {}
+        self._missing: OrderedDict[tuple[str, bytes], float] = OrderedDict()
 
-    def active(self, instance: str, now: float) -> None:
-        """The engine has begun or ended an answer: its cache has just changed."""
-        self._active[instance] = now
+    def active(self, instance: str, missing: bytes | None, now: float) -> None:
+        """The engine has got, begun or ended an answer to a prompt whose first block without a hit is `missing`."""
+        if missing is not None:
+            self._missing[instance, missing] = now
+            self._missing.move_to_end((instance, missing))
+            if len(self._missing) > REMEMBERED:
+                self._missing.popitem(last=False)
 
-    def contended(self, instance: str, waiting: int, now: float) -> bool:
-        """Whether hits of a request decided now say something; `waiting`: others without a first byte there."""
-        return waiting > 0 or now - self._active.get(instance, -math.inf) < LAG
-
-    def retain(self, instances: Iterable[str]) -> None:
-        """Forgets the others."""
-        self._active = {name: self._active[name] for name in instances if name in self._active}
+    def contended(self, instance: str, missing: bytes | None, waiting: int, now: float) -> bool:
+        """Whether hits of a request decided now say nothing; `waiting`: others without a first byte there."""
+        if waiting > 0:
+            return True
+        return missing is not None and now - self._missing.get((instance, missing), -math.inf) < LAG
 
     def add(self, verdict: Verdict, share: float, now: float) -> None:
         """The next answer; `share` = (predicted - cached) / prompt tokens. Logs when drift begins or ends."""
-        window, counts = self._window, self._counts
-        if len(window) == window.maxlen:
-            gone, before = window[0]
-            counts[gone] -= 1
-            self._sum -= before
-        share = 0.0 if verdict is Verdict.EXCUSED else share
-        window.append((verdict, share))
-        counts[verdict] += 1
-        self._sum += share
+        counts = self._counts
+        self._counted.append(verdict is Verdict.TOKENS)
+        if verdict is Verdict.EXCUSED:
+            self.excused += 1
+        else:
+            window = self._window
+            if len(window) == window.maxlen:
+                gone, before = window[0]
+                counts[gone] -= 1
+                self._sum -= before
+            window.append((verdict, share))
+            counts[verdict] += 1
+            self._sum += share
         ratio = self.ratio
         if not self.drifting and ratio >= RAISE:
             self.drifting = True
@@ -139,17 +151,17 @@ class SelfVerification:
 
     @property
     def samples(self) -> int:
-        """Answers whose hits were judged, of those in the window."""
-        return len(self._window) - self._counts[Verdict.EXCUSED]
+        """Answers in the window: those that were judged."""
+        return len(self._window)
 
     @property
     def ratio(self) -> float:
         """Share of answers with other prompt tokens (of all), or with other hits (of those judged): the larger one.
         0 while there are too few."""
-        counts, tokens, all_ = self._counts, self._counts[Verdict.TOKENS], len(self._window)
-        hits, judged = counts[Verdict.OVER] + counts[Verdict.UNDER], self.samples - tokens
+        counts, all_ = self._counts, len(self._counted)
+        hits, judged = counts[Verdict.OVER] + counts[Verdict.UNDER], self.samples - counts[Verdict.TOKENS]
         return max(
-            tokens / all_ if all_ >= self._enough else 0.0,
+            sum(self._counted) / all_ if all_ >= self._enough else 0.0,
             hits / judged if judged >= self._enough else 0.0,
         )
 
@@ -177,7 +189,8 @@ class SelfVerification:
         return {
             "state": state,
             "samples": self.samples,
-            **{str(one): counts[one] for one in (Verdict.EQUAL, *DIFFERENT, Verdict.EXCUSED)},
+            **{str(one): counts[one] for one in (Verdict.EQUAL, *DIFFERENT)},
+            str(Verdict.EXCUSED): self.excused,
             "difference": round(self.difference, 4),
             "likely_cause": cause,
             "remedy": remedy,

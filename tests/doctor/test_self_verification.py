@@ -15,7 +15,7 @@ from examples.emulator.process import EmulatorProcess
 from examples.local.stack import TOKENIZER
 from extproc.app import App
 from extproc.messages import HttpRequest
-from extproc.self_verification import CAUSES, LAG, LOG_EVERY, SelfVerification, Verdict, judge
+from extproc.self_verification import CAUSES, LAG, LOG_EVERY, REMEMBERED, SelfVerification, Verdict, judge
 from tests.doctor.support import configuration
 
 ROWS: list[tuple[str, dict[str, Any], Verdict]] = [
@@ -82,31 +82,51 @@ def test_states(parts: list[tuple[Verdict, int]], state: str, cause: Verdict | N
 
 
 def test_contended() -> None:
+    """By who waits, and by who lacked the same block at the same engine a moment ago."""
     one = SelfVerification("p")
-    assert not one.contended("a", 0, 10.0)
-    assert one.contended("a", 1, 10.0)
-    one.active("a", 10.0)
-    assert one.contended("a", 0, 10.0 + LAG / 2)
-    assert not one.contended("b", 0, 10.0 + LAG / 2)
-    assert not one.contended("a", 0, 10.0 + 1.01 * LAG)
-    one.retain(["b"])
-    assert not one.contended("a", 0, 10.0)
+    assert not one.contended("a", b"block", 0, 10.0)
+    assert one.contended("a", b"block", 1, 10.0)
+    assert one.contended("a", None, 1, 10.0)
+    one.active("a", b"block", 10.0)
+    one.active("a", None, 10.0)
+    assert one.contended("a", b"block", 0, 10.0 + LAG / 2)
+    assert not one.contended("a", b"other", 0, 10.0 + LAG / 2)
+    assert not one.contended("a", None, 0, 10.0 + LAG / 2)
+    assert not one.contended("b", b"block", 0, 10.0 + LAG / 2)
+    assert not one.contended("a", b"block", 0, 10.0 + 1.01 * LAG)
+    for number in range(REMEMBERED + 1):
+        one.active("a", number.to_bytes(4, "big"), 10.0)
+    assert not one.contended("a", b"block", 0, 10.0)
+    assert not one.contended("a", bytes(4), 0, 10.0)
+    assert one.contended("a", (1).to_bytes(4, "big"), 0, 10.0)
 
 
-def test_the_window_is_bounded_and_counts_are_its_own() -> None:
+def test_the_window_is_bounded_and_holds_judged_answers() -> None:
     rng = random.Random(7)
     one = SelfVerification("p", window=50, enough=5)
-    seen: list[tuple[Verdict, float]] = []
+    judged: list[tuple[Verdict, float]] = []
+    every: list[Verdict] = []
     for _ in range(500):
         verdict, share = rng.choice(list(Verdict)), rng.random()
-        seen = [*seen, (verdict, share)][-50:]
+        every.append(verdict)
+        if verdict is not EXCUSED:
+            judged = [*judged, (verdict, share)][-50:]
         one.add(verdict, share, 0.0)
         told = one.as_dict()
-        judged = [(v, s) for v, s in seen if v is not EXCUSED]
         assert told["samples"] == len(judged)
-        assert all(told[str(v)] == sum(x is v for x, _ in seen) for v in Verdict)
+        assert all(told[str(v)] == sum(x is v for x, _ in judged) for v in Verdict if v is not EXCUSED)
+        assert told["excused"] == every.count(EXCUSED)
         if judged:
             assert told["difference"] == pytest.approx(sum(s for _, s in judged) / len(judged), abs=1e-3)
+
+
+def test_a_busy_engine_is_judged_by_the_few_that_are_not_excused() -> None:
+    one = SelfVerification("p", window=50, enough=5)
+    for _ in range(5):
+        for _ in range(100):
+            one.add(EXCUSED, 0.0, 0.0)
+        one.add(Verdict.UNDER, -0.5, 0.0)
+    assert one.state == "drift"
 
 
 def test_a_drift_is_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
