@@ -31,8 +31,10 @@ A difference counts as explained when a known exception (docs/captures.md) accou
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -118,18 +120,30 @@ def verify(path: str | Path, *, dialect: str = "auto") -> CaptureReport:
 def read(path: str | Path) -> list[dict[str, Any]]:
     """The records of a file, with their line numbers. Raises CaptureError, OSError."""
     records: list[dict[str, Any]] = []
-    with open(path, encoding="utf-8", errors="replace") as lines:  # what is not UTF-8 is no JSON of a capture either
+    # What is not UTF-8 is no JSON of a capture either; some editors put a byte order mark in front.
+    with open(path, encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise CaptureError(f"{path}, line {number}: no JSON ({error})") from None
             if not isinstance(record, dict):
                 raise CaptureError(f"{path}, line {number}: {type(record).__name__}, not an object")
+            _check(record, f"{path}, line {number}")
             records.append({**record, "line": number})
     return records
+
+
+def _check(record: dict[str, Any], where: str) -> None:
+    """Raises CaptureError for a key that cannot be read; one that is nil counts as absent."""
+    for key, (right, what) in _KEYS.get(str(record.get("kind")), {}).items():
+        value: Any = record
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None and not right(value):
+            raise CaptureError(f"{where}: {key} is not {what}")
 
 
 @dataclass(slots=True, eq=False)
@@ -176,14 +190,19 @@ class _Capture:
         self.batches: dict[int, RecordedBatch] = {}
         self.history: set[int] = set()
         self.stored_at: dict[bytes, list[Position]] = {}
+        self.elsewhere: set[bytes] = set()  # stored before the recording, or on a lower tier
+        self.caps = DIALECTS[dialect](DialectOptions()).caps_last_token
+        self.unread = False  # requests that cannot be compared may have stored blocks, too
         self._read_batches()
         self.requests: list[_Request] = []
         self.boundaries: list[int] = []
         self.externals: list[int] = []
         self._read_requests()
         self.first_cover: dict[bytes, int] = {}
+        self.covers: Counter[bytes] = Counter()  # requests that can have caused a block
         for request in reversed(self.requests):
             self.first_cover.update(dict.fromkeys(request.chain, request.record))
+            self.covers.update(request.chain)
 
     # -- reading
 
@@ -218,6 +237,7 @@ class _Capture:
             self.batches[number] = RecordedBatch(stream, frames, events, keys)
             if record.get("history") is True:
                 self.history.add(number)  # no request of the file caused it
+                self.elsewhere.update(*keys)
                 continue
             for place, stored in enumerate(keys):
                 for key in stored:
@@ -235,7 +255,10 @@ class _Capture:
             return frozenset()
         keys = content_keys(event.tokens, event.block_size, root=event.root, extras=event.extras, parent=parent)
         chain.update(zip(event.hashes, keys, strict=False))
-        return frozenset(keys) if event.tier is Tier.DEVICE else frozenset()
+        if event.tier is not Tier.DEVICE:
+            self.elsewhere.update(keys)
+            return frozenset()
+        return frozenset(keys)
 
     def _read_requests(self) -> None:
         adapters = _adapters(self.records[0] if self.records else {})
@@ -250,6 +273,7 @@ class _Capture:
             self.boundaries.append(number)
             request = _request(number, record)
             if request is None:
+                self.unread = True
                 continue
             if request.adapter not in adapters and root_bytes(request.adapter) not in self.roots:
                 request.adapter = ""
@@ -440,13 +464,33 @@ class _Capture:
             for label, lookup in request.lookups:
                 if self._tokens(run.found[lookup]) == request.engine:
                     return "+".join(filter(None, (name, label))) or "rank_unknown"
+        # What cannot be told to the token has to be possible at least.
+        step, most = self.size or 1, self._most(request, seen=found.complete)
+        blocks, rest = divmod(request.engine, step)
+        if rest or blocks > sum(most):
+            return None
         if len(request.prompts) > 1:
-            return "several_prompts"
+            return "several_prompts" if blocks <= max(most) else None
         if request.concurrent:
             return "concurrent"
-        if predicted < request.engine and not found.complete:
-            return "incomplete"
-        return None
+        return "incomplete" if predicted < request.engine and not found.complete else None
+
+    def _most(self, request: _Request, *, seen: bool) -> list[int]:
+        """Of each prompt, the blocks that an engine could reuse at most; `seen` = of those that the file tells of."""
+        most = []
+        for keys, prompt in zip(request.keys, request.prompts, strict=True):
+            limit = (len(prompt) - self.caps) // (self.size or 1)
+            if seen:
+                limit = next((at for at, key in enumerate(keys[:limit]) if not self._met(request, key)), limit)
+            most.append(limit)
+        return most
+
+    def _met(self, request: _Request, key: bytes) -> bool:
+        """Can the request have found this block, which means: was it stored by its line, and not by itself alone?"""
+        if key in self.elsewhere:
+            return True
+        others = self.covers[key] > 1 or sum(key in keys for keys in request.keys) > 1 or self.unread
+        return others and any(place[0] < request.record for place in self.stored_at.get(key, ()))
 
     def _tokens(self, found: Found) -> int:
         return sum(found.blocks) * self.size
@@ -476,6 +520,42 @@ def _request(number: int, record: Mapping[str, Any]) -> _Request | None:
         dp_rank=int(dp_rank) if dp_rank.isdecimal() else None,
         full=(body.get("vllm_xargs") or {}).get("kv_cache_report_mode") == "full",
     )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+
+
+def _is_count(value: Any) -> bool:
+    return value.__class__ is int and value >= 0
+
+
+def _is_text_or_number(value: Any) -> bool:
+    return isinstance(value, (str, int))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _is_map(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+# What `verify` reads of each kind of record. `frames` and the prompts have checks of their own.
+_KEYS: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
+    "meta": {"args": (_is_list, "a list")},
+    "live": {"port": (_is_text_or_number, "a number")},
+    "request": {
+        "headers": (_is_map, "an object"),
+        "t": (_is_number, "a number"),
+        "start": (_is_number, "a number"),
+        "output_token_ids": (_is_list, "a list"),
+        "body.vllm_xargs": (_is_map, "an object"),
+        "usage.prompt_tokens_details": (_is_map, "an object"),
+        "usage.prompt_tokens_details.cached_tokens": (_is_count, "a number of tokens"),
+    },
+}
 
 
 def _prompts(record: Mapping[str, Any], body: Mapping[str, Any]) -> list[list[int]]:

@@ -131,6 +131,8 @@ class Retrace:
         self._syncs: list[StreamSync] = []
         self._views: list[StreamView] = []
         self._windows = [Windows() for _ in streams]
+        self._from_first = [False] * len(streams)  # the publisher's first message is the first of the file
+        begun: set[int] = set()
         for number, (name, topic, dp_rank) in enumerate(streams):
             decoder = DIALECTS[dialect](DialectOptions())
             view = self.index.open(walk=decoder.walk, name=name)
@@ -139,6 +141,11 @@ class Retrace:
             self._syncs.append(
                 StreamSync(view=tap, dialect=decoder, recovery=Recovery.NONE, dp_rank=dp_rank, topic=topic)
             )
+        for batch in batches.values():
+            if batch.stream not in begun:
+                begun.add(batch.stream)
+                first = self._syncs[batch.stream].dialect.first_sequence.to_bytes(8, "big")
+                self._from_first[batch.stream] = batch.frames[1:2] == [first]
 
     def run(self, records: int) -> Retrace:
         for number in range(records):
@@ -185,7 +192,12 @@ class Retrace:
                 if self.variant.windows:
                     blocks = _cut(blocks, self._windows[lookup.stream].fitting(keys[: sum(blocks)]))
                 total = [one + more for one, more in zip(total, blocks, strict=True)]
-            self.found[lookup] = Found(TierBlocks(*total), sync.complete)
+            self.found[lookup] = Found(TierBlocks(*total), sync.complete or self._untold(lookup.stream))
+
+    def _untold(self, stream: int) -> bool:
+        """Nothing was published yet: no blocks are the whole truth then."""
+        status = self._syncs[stream].status
+        return self._from_first[stream] and not status.batches and not status.damaged
 
 
 def _cut(blocks: TierBlocks, left: int) -> TierBlocks:

@@ -46,6 +46,8 @@ def _print(report: object) -> None:
         f"{report.file}: {report.requests} requests, {report.count('equal')} equal, "
         f"{report.count('explained')} explained, {report.count('different')} different"
     )
+    if not report.requests:
+        click.echo("  nothing to compare: no request was answered 200 with usage and ids of the prompt")
     for problem in report.problems:
         click.echo(f"  {problem}")
     for row in report.rows:

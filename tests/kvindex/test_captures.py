@@ -151,6 +151,22 @@ def test_a_damaged_message_is_told(tmp_path: Path) -> None:
         ('{"kind": "live"}\n', "line 1: frames"),
         ('{"kind": "live", "frames": ["zz"]}\n', "line 1: frames"),
         ('\n{"kind": "live", "frames": 5}\n', "line 2: frames"),
+        ('{"kind": "live", "frames": [], "port": [1]}\n', "line 1: port is not a number"),
+        ('{"kind": "meta", "args": 5}\n', "line 1: args is not a list"),
+        ('{"kind": "request", "t": "noon"}\n', "line 1: t is not a number"),
+        ('{"kind": "request", "start": true}\n', "line 1: start is not a number"),
+        ('{"kind": "request", "headers": [1]}\n', "line 1: headers is not an object"),
+        ('{"kind": "request", "output_token_ids": 5}\n', "line 1: output_token_ids is not a list"),
+        ('{"kind": "request", "body": {"vllm_xargs": []}}\n', "line 1: body.vllm_xargs is not an object"),
+        ('{"kind": "request", "usage": {"prompt_tokens_details": [1]}}\n', "prompt_tokens_details is not an object"),
+        *(
+            (
+                f'{{"kind": "request", "usage": {{"prompt_tokens_details": {{"cached_tokens": {one}}}}}}}\n',
+                "cached_tokens",
+            )
+            for one in ('"many"', "-16", "16.5", "NaN", "true")
+        ),
+        ("[" * 100_000 + "\n", "line 1: no JSON"),
     ],
 )
 def test_no_capture(text: str, message: str, tmp_path: Path) -> None:
@@ -158,6 +174,29 @@ def test_no_capture(text: str, message: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(CaptureError, match=message):
         verify(path)
+
+
+@pytest.mark.parametrize(("front", "end"), [("", "\r\n"), ("\ufeff", "\n"), ("\n \n", "\n\n")])
+def test_text_as_other_systems_write_it(front: str, end: str, tmp_path: Path) -> None:
+    whole = (CAPTURES / "v0.32_lora.jsonl").read_text()
+    path = tmp_path / "same.jsonl"
+    path.write_bytes((front + whole.replace("\n", end)).encode())
+    assert [row.engine for row in verify(path).rows] == [
+        row.engine for row in verify(CAPTURES / "v0.32_lora.jsonl").rows
+    ]
+
+
+def test_a_wrong_answer_in_the_first_line_is_not_excused(tmp_path: Path) -> None:
+    """The capture has the engine's first message: before it, nothing was cached, and nothing is incomplete."""
+    first = iter([True])
+
+    def change(record: dict[str, Any]) -> dict[str, Any]:
+        if record["kind"] == "request" and isinstance(record.get("usage"), dict) and next(first, False):
+            record["usage"]["prompt_tokens_details"] = {"cached_tokens": 32}
+        return record
+
+    report = changed(CAPTURES / "v0.32_base_bs32_sha256.jsonl", tmp_path, change)
+    assert [row.status for row in report.rows if row.status != "equal"] == ["different"]
 
 
 def test_an_empty_file(tmp_path: Path) -> None:
@@ -375,3 +414,31 @@ def test_made_late_joiner(made: Made) -> None:
     made.sequence[1] = 40
     made.live(put([4], [21, 22, 23, 24], 3)).request([*P, 21, 22, 23, 24, 25], 12)
     assert made.rows() == [(0, 12, "explained", "incomplete")]
+
+
+@pytest.mark.parametrize(
+    ("number", "cached", "status"),
+    [
+        (1, 8, "explained"),
+        (1, 16, "different"),  # more than the prompt has
+        (1, 9, "different"),  # half a block
+        (2, 4, "different"),  # a block that nobody else computed
+    ],
+)
+def test_made_concurrent_has_limits(made: Made, number: int, cached: int, status: str) -> None:
+    answers = [0, 0, 0]
+    answers[number] = cached
+    made.live(put([1, 2, 3], P)).request(Q, answers[0]).request(Q, answers[1], gap=0.01)
+    made.live(put([4], [7] * 4)).request([7] * 5, answers[2], gap=0.01)
+    assert made.rows()[number][1:3] == (cached, status)
+
+
+@pytest.mark.parametrize(("cached", "status"), [(12, "explained"), (16, "different"), (10, "different")])
+def test_made_incomplete_has_limits(made: Made, cached: int, status: str) -> None:
+    made.sequence[1] = 40
+    assert made.live(put([9], [8] * 4)).request(Q, cached).rows()[0][2] == status
+
+
+def test_made_one_of_several_prompts(made: Made) -> None:
+    made.live(put([1, 2, 3], P)).request(Q, 0).request([Q, Q], 16)
+    assert made.rows()[1] == (24, 16, "different", None)
