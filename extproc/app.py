@@ -20,7 +20,7 @@ from extproc.admin.query import Queries
 from extproc.admin.registration import Registrations
 from extproc.admin.server import AdminServer, make_app, tls_context
 from extproc.aibrix_metrics import add_aibrix
-from extproc.assembly import Assembly, Built, instances_of, same_bounds, tracing_of
+from extproc.assembly import Assembly, Built, instances_of, same_bounds, tracing_of, with_names
 from extproc.config import Config, ConfigError, EndpointsFileConfig, pair_headers
 from extproc.dashboard import Dashboard
 from extproc.decider import PoolDecider
@@ -77,6 +77,7 @@ class App:
 
     def __init__(self, config: Config, path: Path | None = None) -> None:
         """`path`: the file to read again on `reload`, None = it was made by hand."""
+        self._file = FileWatch(path) if path is not None else None  # first: what follows takes seconds
         self.config = config
         self.started = time.time()
         self.metrics_registry = Metrics(__version__)
@@ -215,8 +216,8 @@ class App:
         self._spawn(self._get_ready(self._server))
         self._spawn(registrar.run())
         self._spawn(self._start_files())
-        if self._path is not None and config.reload.watch:
-            self._spawn(self._follow_file(FileWatch(self._path)))
+        if self._file is not None and config.reload.watch:
+            self._spawn(self._follow_file(self._file))
         # What exists by now lives as long as the process: full collections need not look at it again.
         gc.collect()
         gc.freeze()
@@ -226,11 +227,12 @@ class App:
             "admin": f"{host}:{admin_port}",
         }
 
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Runs beside the server until it ends or the process stops; what it raises is logged, not lost."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
@@ -259,28 +261,41 @@ class App:
             await replicas.run(self.pools, given.interval_ms / 1000)
 
     async def _start_files(self) -> None:
-        while not await self.sources.wait_ready(60):
-            log.warning("endpoints files are not written before discovery has told its first picture")
-        self._use_files()
+        """Until every pool that wants a file has one."""
+        looks = 0
+        while waiting := self._use_files():
+            looks += 1
+            if not looks % 60:
+                log.warning("endpoints files of %s wait for discovery's first picture", ", ".join(waiting))
+            await self.sources.wait_ready(1.0)
 
-    def _use_files(self) -> None:
-        """One file of endpoints for each pool that wants one; the others' tasks end, their files stay as they are."""
+    def _use_files(self) -> list[str]:
+        """One file of endpoints for each pool that wants one; the others' tasks end, their files stay as they are.
+
+        Returns the pools with a source that has not told anything yet: their instances are not all, so their files are
+        left as they are for now.
+        """
         wanted = {name: built.given.endpoints_file for name, built in self._built.items()}
         for name, (given, _, task) in list(self._files.items()):
             if wanted.get(name) != given:
                 task.cancel()
                 del self._files[name]
+        waiting = []
         for name, built in self._built.items():
             chosen = built.given.endpoints_file
-            if chosen is not None:
-                if name not in self._files:
-                    file = EndpointsFile(Path(chosen.path), chosen.cluster)
-                    self._files[name] = (chosen, file, asyncio.create_task(file.run()))
-                file = self._files[name][1]
-                built.pool.on_instances = file.show
-                file.show(built.pool.instances)
-            else:
-                built.pool.on_instances = None
+            built.pool.on_instances = None
+            if chosen is None:
+                continue
+            if not self.sources.ready_of(name):
+                waiting.append(name)
+                continue
+            if name not in self._files:
+                file = EndpointsFile(Path(chosen.path), chosen.cluster)
+                self._files[name] = (chosen, file, self._spawn(file.run()))
+            file = self._files[name][1]
+            built.pool.on_instances = file.show
+            file.show(built.pool.instances)
+        return waiting
 
     # -- reload
 
@@ -323,9 +338,11 @@ class App:
             if old is not None and old.given == given:
                 built[given.name] = old
             elif old is not None and replace_instances(old.given, given) == given and same_bounds(old.given, given):
-                built[given.name] = Built(given, old.pool)
+                built[given.name] = with_names(Built(given, old.pool))
             else:
                 built[given.name] = await asyncio.to_thread(self._assembly.make, given, old)
+        for one in built.values():
+            one.pool.check()
         for name, one in built.items():
             was = before.get(name)
             if was is None or was.pool is not one.pool:
@@ -334,9 +351,11 @@ class App:
         if new.log.level != self.config.log.level:  # else a level set by hand stays
             logging.getLogger().setLevel(new.log.level.upper())
         self._built, self.config = built, new
+        for one in built.values():
+            one.pool.on_instances = None  # a source that takes another's place starts without instances
         self.sources.use(new.pools)
-        if self.sources.ready:
-            self._use_files()
+        if self._use_files():
+            self._spawn(self._start_files())
         for name, was in before.items():
             after = built.get(name)
             if after is None or after.pool is not was.pool:
@@ -361,7 +380,7 @@ class App:
     async def stop(self) -> None:
         """Drain: health says NOT_SERVING, running exchanges finish within the grace, then everything closes."""
         self._serving = False
-        for task in (*self._tasks, *(task for _, _, task in self._files.values())):
+        for task in self._tasks:
             task.cancel()
         if self._server is not None and self._server.port:
             log.info("draining: %d requests in flight", sum(pool.inflight.total() for pool in self.pools))

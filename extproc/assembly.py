@@ -151,6 +151,13 @@ class Built:
     pool: Pool
 
 
+def with_names(built: Built) -> Built:
+    """The same; its index remembers hashes where engines register: POST /query_by_hash belongs to the same API."""
+    if any(isinstance(one, HttpDiscovery) for one in built.given.discovery):
+        built.pool.directory.index.keep_names()
+    return built
+
+
 class Assembly:
     """Makes pools. One event loop; `make` may run in a thread of its own, because it loads a tokenizer (seconds)."""
 
@@ -202,9 +209,7 @@ class Assembly:
                 publishers=tuple(one.publisher for one in given.publishers),
             ),
         )
-        if any(isinstance(one, HttpDiscovery) for one in given.discovery):
-            built.pool.directory.index.keep_names()  # for POST /query_by_hash, which belongs to the same API
-        return built
+        return with_names(built)
 
     def _prompter(self, given: PoolConfig, options: PrompterOptions) -> Prompter:
         # A tokenizer that does not load is logged with what it costs; the pool's requests then pass unscored.

@@ -209,7 +209,8 @@ class Pool:
         """A request was answered from there. One that was under way when another pool took this one's place counts for
         that one: only its candidates matter now."""
         if self._after is not None:
-            return self._after.answered(address)
+            self._after.answered(address)
+            return
         name = self.inflight.by_address.get(address)
         if self.liveness is not None and name is not None and self.liveness.answered(name):
             log.info("instance %s answers again", name)
@@ -218,7 +219,8 @@ class Pool:
     def failed(self, address: str, now: float, reason: str) -> None:
         """The gateway could not have a request served there."""
         if self._after is not None:
-            return self._after.failed(address, now, reason)
+            self._after.failed(address, now, reason)
+            return
         name = self.inflight.by_address.get(address)
         if self.liveness is None or name is None or not self.liveness.failed(name, now, reason):
             return

@@ -87,6 +87,10 @@ class Sources:
         """Every source has told its first full picture."""
         return all(running.feed.is_ready for running in self._running.values())
 
+    def ready_of(self, pool: str) -> bool:
+        """The same of one pool's sources."""
+        return all(running.feed.is_ready for key, running in self._running.items() if key[0] == pool)
+
     async def wait_ready(self, deadline: float) -> bool:
         """Waits at most `deadline` seconds for `ready`; returns it."""
         try:

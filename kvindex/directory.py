@@ -283,6 +283,10 @@ class Directory:
         self._instances = tuple(one for one in instances if self.pool is None or one.pool == self.pool)
         self._follow()
 
+    def check_publishers(self, publishers: Iterable[PoolPublisher], *, source: str = "") -> None:
+        """Raises ConfigurationError where `set_publishers` would."""
+        check_publishers(one for some in {**self._given, source: tuple(publishers)}.values() for one in some)
+
     def set_publishers(self, publishers: Iterable[PoolPublisher], *, source: str = "") -> None:
         """These are the pool publishers that `source` knows now (any name for who says so; each has its own list).
 
@@ -290,9 +294,9 @@ class Directory:
         retired or started. O(streams). Raises ConfigurationError, and changes nothing: an invalid one, a name or an
         endpoint twice.
         """
-        given = {**self._given, source: tuple(publishers)}
-        check_publishers(one for some in given.values() for one in some)
-        self._given = given
+        publishers = tuple(publishers)
+        self.check_publishers(publishers, source=source)
+        self._given = {**self._given, source: publishers}
         self._follow()
 
     def _follow(self) -> None:
@@ -436,10 +440,9 @@ class Directory:
         table: dict[str, Ranks] = {}
         for (name, rank), stream in streams.items():
             ranks = table.get(name)
-            if ranks is None:
-                views: list[StreamView | None] = [None] * stream.instance.dp_size
-            else:
-                views = list(ranks.views)
+            views: list[StreamView | None] = [] if ranks is None else list(ranks.views)
+            # `update` may be at work in its thread: the ranks of one instance may be of two announcements
+            views += [None] * (max(stream.instance.dp_size, rank + 1) - len(views))
             views[rank] = stream.view
             table[name] = Ranks(stream.instance.incarnation, tuple(views))
         serving: dict[StreamView, list[PoolView]] = {}
@@ -462,6 +465,8 @@ class Directory:
         self._table = MappingProxyType(table)
 
     def _push(self, body: Any, done: Future[PushResult]) -> None:
+        if not done.set_running_or_notify_cancel():
+            return
         try:
             done.set_result(self._pushed(PushDecoder(self._dialect_options).decode(body)))
         except Exception as error:

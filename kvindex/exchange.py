@@ -88,13 +88,15 @@ def _do(directory: Directory, instance: str, dp_rank: int, work: Callable[[Strea
     done: Future[T] = Future()
 
     def act() -> None:
+        if not done.set_running_or_notify_cancel():
+            return  # nobody waits any more
         stream = directory.stream(instance, dp_rank)
         sync = stream.sync if stream is not None else None
         try:
             if stream is None or not isinstance(sync, StreamSync):
                 raise Refused("this stream is not followed here")
             done.set_result(work(stream, sync))
-        except BaseException as error:
+        except Exception as error:
             done.set_exception(error)
 
     directory.post(act)
