@@ -19,7 +19,7 @@ from kvindex.dialects import Dialect
 from kvindex.dialects.objects import Objects
 from kvindex.dialects.pushed import PushedEvent
 from kvindex.errors import CapacityExceeded
-from kvindex.events import AllBlocksCleared, BlockRemoved, BlockStored, Outcome, Skipped
+from kvindex.events import AllBlocksCleared, BlockRemoved, BlockStored, Outcome, Pooled, Skipped
 from kvindex.index import StreamView
 from kvindex.states import Recovery, State, StreamStatus
 
@@ -55,11 +55,7 @@ class PushFeed:
         number, event = pushed.event_id, pushed.event
         if isinstance(event, Skipped):
             self._count(event.reason)
-            if pushed.takes_away:
-                self._damaged += 1
-                self.clear()
-                return f"{event.reason}: {event.detail}; all blocks of the rank are dropped, send them again"
-            return f"{event.reason}: {event.detail}"
+            return self._doubt(event) if pushed.takes_away else f"{event.reason}: {event.detail}"
         if number is not None:
             digest = xxh3_64_intdigest(repr(pushed).encode("utf-8", "surrogatepass"))
             if self._past.get(number) == digest:
@@ -86,6 +82,8 @@ class PushFeed:
             for one in self._objects.resolve([event]):
                 if isinstance(one, Skipped):
                     self._count(one.reason)
+                    if one.lost and isinstance(event, Pooled) and event.stored is None:
+                        return self._doubt(one)
                     wrong = f"{one.reason}: {one.detail}" if one.lost else wrong
                     continue
                 outcome = self.view.apply(one)
@@ -98,6 +96,12 @@ class PushFeed:
             wrong = f"{error}; all blocks of the rank are dropped"
         self._error = wrong
         return wrong
+
+    def _doubt(self, what: Skipped) -> str:
+        """It said that blocks are gone, and not which: nothing the rank holds is certain any more."""
+        self._damaged += 1
+        self.clear()
+        return f"{what.reason}: {what.detail}; all blocks of the rank are dropped, send them again"
 
     def clear(self) -> None:
         """The sender is gone or in doubt: nothing of it counts any more."""

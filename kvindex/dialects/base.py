@@ -240,6 +240,9 @@ class Decoder:
             raise Unusable("block_size", f"block_size of an event with {len(tokens)} tokens is 0")
         if count * size != len(tokens):
             raise Unusable("token_count", f"{count} hashes of {size} tokens against {len(tokens)} tokens")
+        extras = extras_of(extra_keys, count, lora_name) if extra_keys is not None else None
+        if salt is not None and extras is None:
+            extras = salted(salt, count, parent)
         return BlockStored(
             hashes,
             parent_of(parent),
@@ -248,7 +251,7 @@ class Decoder:
             tier,
             group,
             root_of(lora_name, lora_id) if lora_name or lora_id else b"",
-            extras_of(extra_keys, count, lora_name) if extra_keys is not None else salted(salt, count, parent),
+            extras,
             not reused,
         )
 

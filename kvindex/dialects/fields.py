@@ -59,6 +59,7 @@ COUNTED_KINDS = frozenset({"fullattention", "mlaattention", "sinkfullattention"}
 _INTS = frozenset({int})
 _INTS_AND_BYTES = frozenset({int, bytes})
 _LARGEST_TOKEN = 2**32 - 1
+_LONGEST_HASH = 256  # characters: 1,024 bits in hex, and no number that Python refuses to print
 _QUICK_MEDIA: dict[str | None, Tier] = dict(MEDIA)
 _QUICK_MEDIA.update((word.upper(), tier) for word, tier in MEDIA.items() if word)
 
@@ -211,6 +212,8 @@ def is_reuse(*words: object) -> bool:
 
 def hash_from_text(text: str) -> int:
     """The number that a pool's text hash spells: `0x...`, decimal, or bare hex. Raises Malformed."""
+    if len(text) > _LONGEST_HASH:
+        raise Malformed(f"block hash is a text of {len(text)} characters")
     try:
         if text[:2].lower() == "0x":
             return int(text, 16)

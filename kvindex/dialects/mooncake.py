@@ -45,10 +45,13 @@ class Rfc1527:
     def _stored(self, raw: dict[Any, Any]) -> Event:
         get = raw.get
         hashes = self._hashes(raw)
+        parent, tokens = _hash(_first(raw, "parent_hash", "parent_block_hash")), get("token_ids")
+        if parent is None and _inside(raw):
+            tokens = None  # blocks of which nobody says what stands before them: never taken for first ones (D6)
         event = self._decoder._stored(
             hashes,
-            _hash(_first(raw, "parent_hash", "parent_block_hash")),
-            get("token_ids"),
+            parent,
+            tokens,
             get("block_size"),
             get("lora_id"),
             get("medium"),
@@ -56,7 +59,7 @@ class Rfc1527:
             get("extra_keys"),
             _group(raw),
             get("kv_cache_spec_kind"),
-            get("cache_salt"),
+            _first(raw, "cache_salt", "additional_salt"),
             False,
         )
         if not isinstance(event, BlockStored) or not hashes:
@@ -81,6 +84,8 @@ class Rfc1527:
         value = _first(raw, "seq_hashes", "block_hashes")
         if value is None:
             raise Malformed("event has neither seq_hashes nor block_hashes")
+        if isinstance(value, str):
+            value = [value]
         if isinstance(value, list) and any(one.__class__ is str for one in value):
             value = [_hash(one) for one in value]
         return hashes_of(value)
@@ -111,7 +116,13 @@ class Mooncake(Decoder):
 
 
 def is_rfc(raw: Any) -> bool:
-    return raw.__class__ is dict and ("event_type" in raw or "seq_hashes" in raw)
+    """Early pools say `type`, not `event_type`: what else no engine writes tells them from an engine's map."""
+    return raw.__class__ is dict and (
+        "event_type" in raw
+        or "seq_hashes" in raw
+        or "backend_id" in raw
+        or raw.get("type") in ("stored", "removed", "cleared")
+    )
 
 
 def kind_of(raw: dict[Any, Any]) -> str:
@@ -134,6 +145,12 @@ def _first(raw: dict[Any, Any], *keys: str) -> Any:
         if raw.get(key) is not None:
             return raw[key]
     return None
+
+
+def _inside(raw: dict[Any, Any]) -> bool:
+    """Does it say that its first block is not the first of a prompt?"""
+    index = raw.get("base_block_idx")
+    return index.__class__ is int and index > 0
 
 
 def _hash(value: Any) -> Any:

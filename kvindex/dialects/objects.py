@@ -67,7 +67,7 @@ class Objects:
         return self._removed(event)
 
     def _stored(self, event: Pooled, stored: BlockStored) -> Iterable[Event]:
-        owned = self._owners.setdefault(event.owner, {})
+        owned = self._owners.get(event.owner, {})
         number = _number(event, stored.tier)
         new = _Held(stored.tier, stored.group, tuple(stored.hashes))
         old = owned.get(number)
@@ -76,6 +76,7 @@ class Objects:
         if old is None and self._count >= self._limit:
             return (Skipped("capacity", f"more than max_objects {self._limit} objects", True),)
         owned[number] = new
+        self._owners[event.owner] = owned
         if old is not None:
             return (_gone(old), stored)
         self._count += 1
@@ -117,6 +118,8 @@ class Objects:
             kept = {number: held for number, held in owned.items() if held.tier not in tiers}
             self._count -= len(owned) - len(kept)
             self._owners[owner] = kept
+            if not kept:
+                del self._owners[owner]
 
 
 def _gone(held: _Held) -> BlockRemoved:

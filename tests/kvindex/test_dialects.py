@@ -405,12 +405,13 @@ def test_sglang_metadata() -> None:
     assert found[1] == PLAIN._replace(extras=(SALT, b""))
     assert found[2] == BlockStored([13], 12, P8[:16], 4)  # inherits it through its parent
     assert lost(one([*plain, {"cache_salt": 5}]))
+    assert one(stored(extra_keys=[None, None], cache_salt="salt"), "sglang") == PLAIN._replace(extras=(SALT, b""))
 
 
 # -- errors (D11)
 
 
-@pytest.mark.parametrize("tag", ["EvictionPolicyChanged", "blockstored", "BlockStored ", "", "stored", "x" * 500])
+@pytest.mark.parametrize("tag", ["EvictionPolicyChanged", "blockstored", "BlockStored ", "", "store", "x" * 500])
 def test_unknown_tag_is_skipped(tag: str) -> None:
     for raw in ([tag], {"type": tag}):
         found = decode(stored(), raw, stored())
@@ -612,12 +613,34 @@ RFC = [
     (rfc("removed", seq_hashes=[5]), BlockRemoved([5], H)),
     (rfc("removed", seq_hashes=["5"], group_id=2), BlockRemoved([5], H, 2)),
     (rfc("cleared", medium=None), AllBlocksCleared(ALL)),
+    (rfc("stored", seq_hashes="0x1f"), copied(31)),
+    # early forms have `type` alone (8)
+    ({"type": "stored", "block_hashes": [5], "medium": "cpu"}, copied(5)),
+    ({"type": "removed", "block_hashes": [5], "medium": "cpu"}, BlockRemoved([5], H)),
+    ({"type": "cleared"}, AllBlocksCleared(ALL)),
+    ({"type": "BlockRemoved", "block_hashes": ["0x1f"], "backend_id": None, "medium": "cpu"}, BlockRemoved([31], H)),
+    ({"type": "BlockStored", "block_hashes": ["1f"], "backend_id": "a", "medium": "disk"}, copied(31, tier=S)),
+    # blocks from the middle of a prompt, of an unknown parent, are no first blocks (D6)
+    (rfc("stored", seq_hashes=[5], token_ids=T8[:4], base_block_idx=3), copied(5)),
+    (rfc("stored", seq_hashes=[5], token_ids=T8[:4], base_block_idx=0), BlockStored([5], None, P8[:16], 4, H)),
+    (
+        rfc("stored", seq_hashes=[5], parent_hash=4, token_ids=T8[:4], base_block_idx=3),
+        BlockStored([5], 4, P8[:16], 4, H),
+    ),
+    (
+        rfc("stored", seq_hashes=[5, 6], token_ids=T8, additional_salt="salt"),
+        BlockStored([5, 6], None, P8, 4, H, extras=(SALT, b"")),
+    ),
 ]
 NO_RFC = [
     rfc("stored"),
     rfc("stored", seq_hashes=5),
     rfc("stored", seq_hashes=[1.5]),
     rfc("stored", seq_hashes=["what"]),
+    rfc("stored", seq_hashes=["0x" + "f" * 6000]),
+    rfc("stored", seq_hashes=[5], token_ids=T8[:4], additional_salt=7),
+    {"type": "removed"},
+    {"type": "stored", "block_hashes": 5},
     rfc("stored", seq_hashes=[5], type="BlockRemoved"),
     rfc("removed"),
     rfc("stored", seq_hashes=[5], parent_hash=1.5, token_ids=T8[:4]),

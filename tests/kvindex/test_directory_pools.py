@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import msgpack
 import pytest
 
+from kvindex import exchange
 from kvindex.directory import NO_BLOCKS, Directory
 from kvindex.errors import ConfigurationError, DecodeError
 from kvindex.fleet import PUSHED, Instance, PoolPublisher, StreamEndpoint, check_instances
@@ -277,6 +279,16 @@ REFUSED = {
     "no type": ({"event_id": 9, "block_hashes": [1]}, "event 0 (event_id 9): malformed", 3),
     "bad hashes": ({"event_id": 9, "type": "stored", "block_hashes": [1.5]}, "malformed", 3),
     "a removal that says not what": ({"event_id": 9, "type": "removed"}, "all blocks of the rank are dropped", 0),
+    "an unknown object": (
+        {"event_id": 9, "type": "removed", "object_key": "o"},
+        "not announced; all blocks of the rank are dropped",
+        0,
+    ),
+    "a text without end": (
+        {"event_id": 9, "type": "stored", "block_hashes": ["0x" + "f" * 6000]},
+        "6002 characters",
+        3,
+    ),
     "block size": ({**stored(9, 1, 7), "block_size": 2, "token_ids": [1, 2]}, "block_size: 2, configured is 4", 3),
     "medium": (stored(9, 1, 7, medium="tape"), "unknown medium", 3),
     "rank": (stored(9, 1, 7, dp_rank=5), "rank 5 is not registered", 3),
@@ -321,6 +333,30 @@ def test_a_push_waits_for_the_driver() -> None:
     driver = FakeDriver(opening=False)
     done: Future[PushResult] = Directory(driver).push({"instance_id": "e-1"})
     assert not done.done()
+
+
+def test_a_push_that_nobody_waits_for_any_more() -> None:
+    """A time-out cancels the future; the driver's thread must not stumble over it."""
+    site = Pushing(1)
+    posted: list[Callable[[], None]] = []
+    site.directory._driver.post = posted.append  # type: ignore[method-assign]
+    done = site.directory.push({"instance_id": "e-1", "block_size": 4, "events": [stored(1, 2)]})
+    asked = exchange.begin(site.directory, "e-2", 0)
+    assert done.cancel()
+    assert asked.cancel()
+    for work in posted:
+        work()
+    assert site.hits() == ((0, 0, 0),)
+
+
+def test_ranks_that_are_published_while_an_update_is_at_work() -> None:
+    site = Pushing(2)
+    streams = [site.directory._streams["e-1", rank] for rank in range(2)]
+    for first, second in ((1, 2), (2, 1)):
+        streams[0].instance = replace(streams[0].instance, dp_size=first)
+        streams[1].instance = replace(streams[1].instance, dp_size=second)
+        site.directory.publish()
+        assert len(site.directory.match(keys(1)).hits("e-1")) == 2
 
 
 def test_pushed_instances_are_members_of_pools() -> None:
