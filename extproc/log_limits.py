@@ -15,6 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 
+ALWAYS = {"always": True}
+"""`extra=` of lines that are a record of who did what: none of them is left out."""
+
 OTHERS = "others"
 """The kind of whatever comes while `max_kinds` are being counted."""
 
@@ -78,7 +81,7 @@ class LogLimits(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the line passes."""
-        if record.levelno < logging.INFO:
+        if record.levelno < logging.INFO or getattr(record, "always", False):
             return True
         now = self._clock()
         key = kind_of(record)

@@ -35,14 +35,15 @@ ABOUT: ContextVar[About | None] = ContextVar("about", default=None)
 
 _MASKS = (
     (re.compile(r"(?<=://)[^/?#@\s]+@"), "***@"),
-    (re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]+", re.IGNORECASE), r"\1 ***"),
     (
         re.compile(
-            r"((?:authorization|x-internal-token|api[-_]?key|password|secret)\W{1,4})(?!(?:bearer|basic)\b)[^\s,;'\"&]+",
+            r"""((?:authorization|x-internal-token|api[-_]?key|password|secret)['"]?\s*[:=]\s*['"]?)"""
+            r"""((?:bearer|basic)\s+)?[^\s,;'"&]+""",
             re.IGNORECASE,
         ),
-        r"\1***",
+        r"\1\2***",
     ),
+    (re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{6,}", re.IGNORECASE), r"\1 ***"),
 )
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")

@@ -86,13 +86,16 @@ def attributes(record: Record) -> dict[str, Value]:
 def stages(record: Record) -> list[tuple[str, float]]:
     """(name, seconds) of the stages that were finished, in order. Pure."""
     done = [("kvcar.tokenize", record.tokenize_seconds)] if record.tokenize_seconds else []
-    if record.decision is not None:
+    if record.scorer:
         done += [("kvcar.match", record.match_seconds), ("kvcar.score", record.score_seconds)]
     return done
 
 
 class Tracing:
-    """Turns records into spans. `add` may be called on the event loop: 0.1 to 0.2 ms a sampled request, and no I/O."""
+    """Turns records into spans. `add` may be called on the event loop: no I/O, about 0.25 ms of CPU a sampled request.
+
+    A request that its caller does not sample costs a tenth of that.
+    """
 
     def __init__(self, config: TracingConfig, exporter: SpanExporter | None = None) -> None:
         """`exporter` replaces the configured one."""

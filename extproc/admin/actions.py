@@ -17,6 +17,7 @@ from extproc.admin.endpoint import Endpoint, Schema, record, reference
 from extproc.admin.pages import Source, log_level
 from extproc.admin.reply import reply
 from extproc.admin.schemas import COUNT, FLAG, INSTANCE_STATES, TEXT
+from extproc.log_limits import ALWAYS
 from extproc.pool import Pool
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class Actions:
             except Refused as error:
                 log.warning("admin action %s %.300r of %s refused: %s", path, fields, request.remote, error)
                 return reply({"error": str(error)}, error.status)
-            log.warning("admin action %s %.300r of %s: %s", path, fields, request.remote, answer)
+            log.warning("admin action %s %.300r of %s: %s", path, fields, request.remote, answer, extra=ALWAYS)
             return reply(answer)
 
         return Endpoint("POST", path, handle, summary, answers, body=body, action=True)

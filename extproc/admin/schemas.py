@@ -78,6 +78,7 @@ COMPONENTS: Mapping[str, Schema] = {
         {
             "at": NUMBER,
             "request_id": TEXT,
+            "trace_id": TEXT_OR_NULL,
             "path": TEXT,
             "pool": TEXT,
             "model": TEXT,
