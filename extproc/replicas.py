@@ -85,7 +85,7 @@ class Replicas:
         self.refused = {key: why for key, why in self.refused.items() if any(key == one[:3] for one in present)}
         if not due:
             return
-        peers = await self._addresses()
+        peers = list(await self._addresses())
         for pool, report, key in due:
             reason = await self._fill(pool, report, peers)
             name = (pool.name, report.instance, report.dp_rank)
@@ -101,17 +101,21 @@ class Replicas:
         if self._session is not None:
             await self._session.close()
 
-    async def _fill(self, pool: Pool, report: StreamReport, peers: Sequence[tuple[str, str]]) -> str | None:
-        """From the first peer that helps. Returns why none did."""
+    async def _fill(self, pool: Pool, report: StreamReport, peers: list[tuple[str, str]]) -> str | None:
+        """From the first peer that helps. Returns why none did. A peer that does not answer is taken out of `peers`: to
+        wait for it once a round is enough."""
         directory, instance, rank = pool.directory, report.instance, report.dp_rank
-        reason = "no peer is known"
-        for address, host in peers:
+        reason = "no peer is known or answers"
+        for address, host in list(peers):
             try:
                 await _done(exchange.begin(directory, instance, rank), self._timeout)
                 known = report.status.known if report.status else 0
-                body = await self._ask(
-                    address, host, {"pool": pool.name, "instance": instance, "dp_rank": str(rank), "known": str(known)}
-                )
+                query = {"pool": pool.name, "instance": instance, "dp_rank": str(rank), "known": str(known)}
+                try:
+                    body = await self._ask(address, host, query)
+                except (aiohttp.ClientConnectionError, TimeoutError, OSError):
+                    peers.remove((address, host))
+                    raise
                 count = await _done(exchange.take(directory, instance, rank, body), self._timeout)
             except Refused as error:
                 reason = f"{address}: {error}"
@@ -128,11 +132,11 @@ class Replicas:
         return reason
 
     async def _ask(self, address: str, host: str, query: dict[str, str]) -> bytes:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(headers=self._headers)
         async with (
             asyncio.timeout(self._timeout),
-            self._session.get(address + PATH, params=query, headers={"Host": host}) as answer,
+            self.session_of(address).get(
+                address + PATH, params=query, headers={"Host": host}, allow_redirects=False
+            ) as answer,
         ):
             if answer.status != 200:
                 raise Refused(f"{answer.status} {(await answer.content.read(200)).decode('utf-8', 'replace').strip()}")
@@ -143,7 +147,13 @@ class Replicas:
                     raise Refused(f"its answer is over {MAX_BODY} bytes")
             return bytes(body)
 
-    async def _addresses(self) -> list[tuple[str, str]]:
+    def session_of(self, address: str) -> aiohttp.ClientSession:
+        """What a peer is asked with; made in the event loop."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(headers=self._headers)
+        return self._session
+
+    async def _addresses(self) -> Sequence[tuple[str, str]]:
         """(base URL by address, the name it was found under) of every peer, each once. Names that fail are left out."""
         found: dict[str, str] = {}
         for peer in self._peers:

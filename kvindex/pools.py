@@ -52,6 +52,10 @@ class PoolContent(Content):
 
     __slots__ = ()
 
+    def _reset(self) -> None:
+        super()._reset()
+        self._place(Tier.DEVICE, 0)  # before the pool's own groups take all places: members must not fail for that
+
     def explained(self, hash_: int, as_row: int | None = None) -> bool:
         """Has it a copy on the device tier, which means: an explanation (as this row)?"""
         number = self._number(hash_)

@@ -46,7 +46,7 @@ class FileSource:
             else:
                 if content != self._seen:
                     self._seen = content
-                    self._tell(content, notify)
+                    await self._tell(content, notify)
             await asyncio.sleep(self._interval)
 
     def _read(self) -> bytes:
@@ -56,12 +56,17 @@ class FileSource:
             raise ValueError(f"it has more than {self._max_bytes} bytes")
         return content
 
-    def _tell(self, content: bytes, notify: Notify) -> None:
+    def _instances(self, content: bytes) -> list[Instance]:
+        """Blocking: YAML of some hundred instances takes a second."""
+        if not content.strip():
+            raise ConfigurationError("it is empty")
+        instances = list(self._parse(content.decode("utf-8")))
+        check_instances(instances)
+        return instances
+
+    async def _tell(self, content: bytes, notify: Notify) -> None:
         try:
-            if not content.strip():
-                raise ConfigurationError("it is empty")
-            instances = self._parse(content.decode("utf-8"))
-            check_instances(list(instances))
+            instances = await asyncio.to_thread(self._instances, content)
         except UnicodeDecodeError:
             notify.problem(f"{self.path}: not UTF-8 text; the instances read before stay")
         except (ConfigurationError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -107,6 +108,55 @@ async def test_no_peer_there() -> None:
     await replicas.warm([pool])
     await replicas.close()
     assert "127.0.0.1:1" in replicas.refused["qwen", "engine-a", 0]
+
+
+async def test_a_silent_peer_is_waited_for_once_a_round() -> None:
+    asked, done = [], asyncio.Event()
+
+    async def silent(request: web.Request) -> web.StreamResponse:
+        asked.append(request.query["instance"])
+        await done.wait()
+        return web.Response()
+
+    pool = make_pool(engine("engine-a"), engine("engine-b"))
+    for stream in pool.directory._streams.values():
+        stream.open()
+        stream.link = UP
+    async with peer(silent) as url:
+        replicas = Replicas([url], timeout=0.2)
+        await replicas.warm([pool])
+        await replicas.close()
+        done.set()
+    assert asked == ["engine-a"]
+    assert replicas.refused["qwen", "engine-b", 0] == "no peer is known or answers"
+
+
+async def test_the_token_does_not_follow_a_redirect() -> None:
+    asked = []
+
+    async def elsewhere(request: web.Request) -> web.StreamResponse:
+        asked.append(request.path)
+        return web.Response(body=b"")
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        raise web.HTTPTemporaryRedirect(f"{other}/stolen")
+
+    pool = make_pool(engine("engine-a"))
+    (stream,) = pool.directory._streams.values()
+    stream.open()
+    stream.link = UP
+    app = web.Application()
+    app.router.add_get("/stolen", elsewhere)
+    server = TestServer(app)
+    await server.start_server()
+    other = str(server.make_url("")).rstrip("/")
+    async with peer(handler) as url:
+        replicas = Replicas([url], token="a-secret-token")
+        await replicas.warm([pool])
+        await replicas.close()
+    await server.close()
+    assert asked == []
+    assert "307" in replicas.refused["qwen", "engine-a", 0]
 
 
 @pytest.mark.parametrize(

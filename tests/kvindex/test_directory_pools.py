@@ -335,11 +335,11 @@ def test_a_push_waits_for_the_driver() -> None:
     assert not done.done()
 
 
-def test_a_push_that_nobody_waits_for_any_more() -> None:
+def test_a_push_that_nobody_waits_for_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """A time-out cancels the future; the driver's thread must not stumble over it."""
     site = Pushing(1)
     posted: list[Callable[[], None]] = []
-    site.directory._driver.post = posted.append  # type: ignore[method-assign]
+    monkeypatch.setattr(site.directory._driver, "post", posted.append)
     done = site.directory.push({"instance_id": "e-1", "block_size": 4, "events": [stored(1, 2)]})
     asked = exchange.begin(site.directory, "e-2", 0)
     assert done.cancel()

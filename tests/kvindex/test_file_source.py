@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -131,3 +132,19 @@ async def test_parsed_once_for_each_content(tmp_path: Path) -> None:
         replaced(path, B)
         await names(it, "b")
     assert parsed == [A, B]
+
+
+async def test_parsed_beside_the_event_loop(tmp_path: Path) -> None:
+    """YAML is slow: requests go on meanwhile."""
+    threads = []
+
+    def slow(text: str) -> Sequence[Instance]:
+        threads.append(threading.current_thread())
+        return parse(text)
+
+    path = tmp_path / "engines"
+    path.write_text(A)
+    async with running(FileSource(path, slow, interval=0.01)) as it:
+        await names(it, "a")
+    assert threading.main_thread() not in threads
+    assert threads

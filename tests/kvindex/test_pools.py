@@ -11,7 +11,7 @@ import random
 import pytest
 
 from kvindex import content as content_module
-from kvindex.errors import KVIndexError
+from kvindex.errors import CapacityExceeded, KVIndexError
 from kvindex.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Tier
 from kvindex.index import PrefixIndex, StreamView, TierBlocks, Walk
 from kvindex.pools import PoolView, open_pool
@@ -267,6 +267,17 @@ def test_a_hash_explained_in_two_ways_stands_for_nothing() -> None:
     stage.b.apply(stored([1], [2]))
     assert (stage.hits(1), stage.hits(2)) == ({"a": (1, 0, 0)}, {"b": (1, 0, 0)})
     assert stage.pool.disputed == 1
+
+
+def test_a_pool_with_all_its_places_taken_is_no_fault_of_its_members() -> None:
+    stage = Stage(max_places=3)
+    for group in range(2):
+        stage.pool.apply(BlockStored([100 + group], None, b"", 4, H, group))
+    with pytest.raises(CapacityExceeded):
+        stage.pool.apply(BlockStored([110], None, b"", 4, H, 7))
+    stage.a.apply(stored([1, 2], [1, 2]))
+    assert stage.hits(1, 2) == {"a": (2, 0, 0)}
+    assert stage.pool.explanations == 2
 
 
 def test_bounds() -> None:
