@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,19 @@ class App:
     Raises ConfigError from the constructor for what the file alone cannot show (endpoints, duplicates).
     """
 
-    def __init__(self, config: Config, path: Path | None = None) -> None:
-        """`path`: the file to read again on `reload`, None = it was made by hand."""
+    def __init__(
+        self,
+        config: Config,
+        path: Path | None = None,
+        *,
+        reread: Callable[[Path], Config] = read,
+        admin_socket: Path | None = None,
+    ) -> None:
+        """
+        path          the file to read again on `reload`, None = it was made by hand
+        reread        how that is done
+        admin_socket  where the admin port is instead of `admin.address`: one of several workers, behind their front
+        """
         self._file = FileWatch(path) if path is not None else None  # first: what follows takes seconds
         self.config = config
         self.started = time.time()
@@ -109,8 +120,12 @@ class App:
         self.pools = Pools(built.pool for built in self._built.values())
         self.reload_error: str | None = None
         given = config.replicas
-        self.replicas = Replicas(given.peers, token=given.token, timeout=given.timeout_ms / 1000) if given else None
+        self.replicas: Replicas | None = None
+        if given is not None:
+            self.replicas = Replicas(given.peers, token=given.token, timeout=given.timeout_ms / 1000)
         self._path = path
+        self._reread = reread
+        self._admin_socket = admin_socket
         self._reloading = asyncio.Lock()
         trace = config.trace
         self._trace = TraceLog(Path(trace.path), max_bytes=trace.max_bytes) if trace else None
@@ -194,6 +209,7 @@ class App:
         admin = make_app(
             self,
             token=config.admin.token,
+            behind=self._admin_socket is not None,
             more=[*more, *Registrations(registrar).routes()],
         )
         admin.cleanup_ctx.append(self.dashboard.sampling)
@@ -202,7 +218,7 @@ class App:
             context = tls_context(files.cert, files.key, files.client_ca) if files else None
         except OSError as error:
             raise ConfigError(f"admin.tls: the files cannot be used: {error}") from None
-        self._admin = AdminServer(admin, host.strip("[]"), int(port), tls=context)
+        self._admin = AdminServer(admin, host.strip("[]"), int(port), tls=context, path=self._admin_socket)
         try:
             admin_port = await self._admin.start()
         except OSError as error:
@@ -257,8 +273,7 @@ class App:
 
     async def _ask_replicas(self, replicas: Replicas) -> None:
         given = self.config.replicas
-        if given is not None:
-            await replicas.run(self.pools, given.interval_ms / 1000)
+        await replicas.run(self.pools, given.interval_ms / 1000 if given is not None else 2.0)
 
     async def _start_files(self) -> None:
         """Until every pool that wants a file has one."""
@@ -311,7 +326,7 @@ class App:
             return "the configuration did not come from a file"
         async with self._reloading:
             try:
-                new, waiting = applicable(self.config, await asyncio.to_thread(read, self._path))
+                new, waiting = applicable(self.config, await asyncio.to_thread(self._reread, self._path))
                 await self._apply(new)
             except (ConfigError, ConfigurationError) as error:
                 self.reload_error = str(error)
@@ -427,6 +442,9 @@ class App:
                 {"pool": name, "path": str(file.path), "error": file.error}
                 for name, (_, file, _) in self._files.items()
             ],
+            "trace": {"path": str(trace.path), "error": trace.error, "dropped": trace.dropped}
+            if (trace := self._trace) is not None
+            else None,
             "pools": [self._pool_status(pool) for pool in self.pools],
         }
 
@@ -486,12 +504,17 @@ async def serve(config: Config, path: Path | None = None, *, announce: Any = Non
 
 
 def run(config: Config, path: Path | None = None, *, announce: Any = None) -> None:
-    """`serve` in a new event loop, uvloop's where there is one."""
+    """`serve` in a new event loop."""
+    run_in_loop(serve(config, path, announce=announce))
+
+
+def run_in_loop(main: Coroutine[Any, Any, None]) -> None:
+    """In a new event loop, uvloop's where there is one, set up for requests."""
     # Threads that hold the interpreter for its default 5 ms would show in every request's p99.
     sys.setswitchinterval(0.0005)
     try:
         import uvloop
     except ImportError:
-        asyncio.run(serve(config, path, announce=announce))
+        asyncio.run(main)
     else:
-        uvloop.run(serve(config, path, announce=announce))
+        uvloop.run(main)

@@ -34,14 +34,20 @@ def main() -> None:
 @main.command()
 @CONFIG
 @click.option("--print-ports", is_flag=True, help="Print one JSON line with the bound addresses on stdout when ready.")
-def serve(config_path: Path, print_ports: bool) -> None:
+@click.option(
+    "--workers", type=click.IntRange(1, 64), help="Processes, each with a port of its own; default: listen.workers."
+)
+def serve(config_path: Path, print_ports: bool, workers: int | None) -> None:
     """Run the ext_proc server until SIGTERM or SIGINT (then it drains)."""
     from extproc import app, assembly
     from extproc.config import ConfigError
     from extproc.server import ServerError
+    from extproc.workers import supervisor
     from kvindex.errors import ConfigurationError
 
     config = read_config(config_path)
+    if workers is not None:
+        config = config.model_copy(update={"listen": config.listen.model_copy(update={"workers": workers})})
     set_up_logs(config.log.level, config.log.format)
 
     def announce(addresses: dict[str, Any]) -> None:
@@ -51,7 +57,12 @@ def serve(config_path: Path, print_ports: bool) -> None:
 
     try:
         assembly.check_files(config, str(config_path))
-        app.run(config, config_path, announce=announce)
+        if config.listen.workers == 1:
+            app.run(config, config_path, announce=announce)
+        else:
+            supervisor.run(config, config_path, announce)
+    except supervisor.StartFailed as error:
+        fail(str(error), error.status if error.status > 0 else 1)
     except (ConfigError, ConfigurationError) as error:
         fail(str(error))
     except (OSError, ServerError) as error:
@@ -65,11 +76,13 @@ def check(config_path: Path, as_json: bool) -> None:
     """Validate a configuration and print what would be watched. Exit status 2 when it cannot be used."""
     from extproc import assembly
     from extproc.config import ConfigError
+    from extproc.workers.place import addresses
 
     config = read_config(config_path)
     try:
         assembly.check_files(config, str(config_path))
         instances = assembly.instances_of(config)
+        listen = addresses(config)
     except ConfigError as error:
         fail(str(error))
     if as_json:
@@ -101,7 +114,7 @@ def check(config_path: Path, as_json: bool) -> None:
         )
         return
     click.echo(f"{config_path}: valid")
-    click.echo(f"ext_proc on {config.listen.address}, admin on {config.admin.address}")
+    click.echo(f"ext_proc on {', '.join(listen)}, admin on {config.admin.address}")
     for pool in config.pools:
         mine = [one for one in instances if one.pool == pool.name]
         click.echo(

@@ -70,6 +70,7 @@ class Listen(Node):
     drain_grace_ms: int = Field(30_000, ge=0, le=3_600_000)
     observe_usage: bool = False
     endpoint_picker: bool = False
+    workers: int = Field(1, ge=1, le=64)
 
 
 class Admin(Node):

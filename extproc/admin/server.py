@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import ssl
 from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
 
 from aiohttp import web
 
@@ -31,18 +32,22 @@ __all__ = ["AdminServer", "Source", "make_app", "tls_context"]
 log = logging.getLogger(__name__)
 
 MAX_BODY = 64 << 20
+REMOTE_HEADER = "X-Kvcar-Remote"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def make_app(source: Source, *, token: str | None = None, more: Iterable[web.AbstractRouteDef] = ()) -> web.Application:
+def make_app(
+    source: Source, *, token: str | None = None, more: Iterable[web.AbstractRouteDef] = (), behind: bool = False
+) -> web.Application:
     """The routes over one source, and `more` behind the same guard. `token` None = nobody is asked for one.
 
-    Of `more`, an `Endpoint` is described in /openapi.json; one for GET / takes the place of the index.
+    Of `more`, an `Endpoint` is described in /openapi.json; one for GET / takes the place of the index. `behind`: it
+    serves on a socket of ours alone, and who asks stands in REMOTE_HEADER (extproc/workers/front.py).
     """
-    return guarded([*Pages(source).endpoints(), *Actions(source).endpoints(), *more], token=token)
+    return guarded([*Pages(source).endpoints(), *Actions(source).endpoints(), *more], token=token, behind=behind)
 
 
-def guarded(more: Iterable[web.AbstractRouteDef], *, token: str | None = None) -> web.Application:
+def guarded(more: Iterable[web.AbstractRouteDef], *, token: str | None = None, behind: bool = False) -> web.Application:
     """These routes alone, with guard, description and index."""
     expected = token.encode() if token else None
     more = list(more)
@@ -62,6 +67,8 @@ def guarded(more: Iterable[web.AbstractRouteDef], *, token: str | None = None) -
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if behind:
+            request = request.clone(remote=request.headers.get(REMOTE_HEADER, ""))
         # the path of the route that will serve it, however the request spells it
         resource = request.match_info.route.resource
         path = resource.canonical if resource is not None else ""
@@ -99,16 +106,28 @@ def tls_context(cert: str, key: str, client_ca: str | None) -> ssl.SSLContext:
 
 
 class AdminServer:
-    """Serves an application on one address until `stop`. `tls` None = plain HTTP."""
+    """Serves an application on one address until `stop`. `tls` None = plain HTTP. `path`: a Unix socket instead."""
 
-    def __init__(self, app: web.Application, host: str, port: int, *, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        app: web.Application,
+        host: str,
+        port: int,
+        *,
+        tls: ssl.SSLContext | None = None,
+        path: Path | None = None,
+    ) -> None:
         # compressed bodies stay so: nobody sends them here, and a small one could unpack to a very large one
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, auto_decompress=False)
-        self._host, self._port, self._tls = host, port, tls
+        self._host, self._port, self._tls, self._path = host, port, tls, path
 
     async def start(self) -> int:
         """Binds and serves; returns the port. Raises OSError when the address cannot be bound."""
         await self._runner.setup()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)  # of the process that was there before
+            await web.UnixSite(self._runner, self._path, shutdown_timeout=2.0).start()
+            return 0
         site = web.TCPSite(self._runner, self._host, self._port, shutdown_timeout=2.0, ssl_context=self._tls)
         await site.start()
         port: int = self._runner.addresses[0][1]

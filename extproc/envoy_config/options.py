@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from extproc.config import Config, Pool, pair_headers
+from extproc.config import Config, ConfigError, Pool, pair_headers
 from extproc.openai import PATHS, Endpoint
+from extproc.workers.place import addresses
 
 DESTINATION = "x-gateway-destination-endpoint"
 SESSION_HEADER = "x-kvcar-host"
@@ -177,13 +178,17 @@ def options_for(config: Config, *, pool: str | None = None, **overrides: Any) ->
     if pool is not None and pool not in pools:
         raise ValueError(f"pool: {pool!r} is not configured, only {', '.join(pools)}")
     chosen = pools[pool] if pool is not None else config.pools[0]
-    host, port = split_address(config.listen.address)
+    try:
+        listen = [split_address(address) for address in addresses(config)]
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    host, _ = listen[0]
     local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     headers = config.headers
     session = headers.stateful_session
     written = (headers.rank, headers.prefill, *pair_headers(config), *((session,) if session else ()))
     values: dict[str, Any] = {
-        "ext_proc": (f"{local}:{port}",),
+        "ext_proc": tuple(f"{local}:{port}" for _, port in listen),
         "max_body_bytes": config.limits.max_body_bytes,
         "message_timeout": max(2.0, 2 * config.limits.decide_timeout_ms / 1000),
         "destination_header": headers.destination,

@@ -12,12 +12,16 @@ later releases reach the old object.
 Prefill rate: uncached tokens of finished prefills over the time in which any of ours was waiting, forgetting old ones.
 For a request that met an empty queue that is its uncached tokens over its time to first byte; behind others only the
 time since the last first byte counts. `busy_since` tells how far the oldest waiting request must be by now.
+
+Other workers of this kvcar (extproc/workers/) tell what they have in flight: it is added to the same numbers, so that
+scorers need not know, and kept beside them, so that what we show as ours stays ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from extproc.loads.base import combine
@@ -34,6 +38,24 @@ class Totals(NamedTuple):
     uncached_tokens: float
 
 
+class Shared(NamedTuple):
+    """What one process has in flight at one candidate, as it tells the others.
+
+    entered  when the unfinished requests came, oldest first; the latest ones only (monotonic clock of the machine)
+    """
+
+    requests: int = 0
+    waiting_requests: int = 0
+    prompt_tokens: int = 0
+    waiting_prompt_tokens: int = 0
+    waiting_squares: int = 0
+    uncached_tokens: float = 0.0
+    entered: tuple[float, ...] = ()
+
+
+NOTHING = Shared()
+
+
 class Addressed(Protocol):
     @property
     def name(self) -> str: ...
@@ -47,6 +69,7 @@ class Addressed(Protocol):
 class Counters:
     """One candidate's part. Never below 0.
 
+    name             the candidate's: the instance's, or "instance/rank"
     waiting_squares  squares of the waiting requests' prompt tokens
     waiting, open    charges without a first byte, and all, oldest first; `open` with the time they came
     busy_since       when the oldest waiting one became the oldest, None = nothing waits
@@ -54,9 +77,11 @@ class Counters:
     head_tokens      uncached tokens of the oldest waiting request
     load             what the instance looks like as a load source
     rate             learnt prefill rate in tokens per second, None = nothing learnt; from the two sums behind it
+    others           the part of other workers, in all the numbers before `waiting` and in `load`
     """
 
     instance: str
+    name: str
     requests: int = 0
     waiting_requests: int = 0
     prompt_tokens: int = 0
@@ -72,6 +97,35 @@ class Counters:
     load: Load = _IDLE
     rate_tokens: float = 0.0
     rate_seconds: float = 0.0
+    others: dict[int, Shared] = field(default_factory=dict)
+
+    def own(self, latest: int = 0) -> Shared:
+        """Without the others' part; with the `latest` times. O(workers + latest)."""
+        others = self.others.values()
+        waiting = self.waiting_requests - sum(one.waiting_requests for one in others)
+        return Shared(
+            self.requests - sum(one.requests for one in others),
+            waiting,
+            self.prompt_tokens - sum(one.prompt_tokens for one in others),
+            self.waiting_prompt_tokens - sum(one.waiting_prompt_tokens for one in others),
+            self.waiting_squares - sum(one.waiting_squares for one in others),
+            max(0.0, self.uncached_tokens - sum(one.uncached_tokens for one in others)) if waiting else 0.0,
+            tuple(islice(reversed(self.open.values()), latest))[::-1],
+        )
+
+    def take(self, worker: int, told: Shared) -> None:
+        """Another worker's part is this from now on."""
+        before = self.others.pop(worker, NOTHING)
+        self.requests += told.requests - before.requests
+        self.waiting_requests += told.waiting_requests - before.waiting_requests
+        self.prompt_tokens += told.prompt_tokens - before.prompt_tokens
+        self.waiting_prompt_tokens += told.waiting_prompt_tokens - before.waiting_prompt_tokens
+        self.waiting_squares += told.waiting_squares - before.waiting_squares
+        uncached = self.uncached_tokens + told.uncached_tokens - before.uncached_tokens
+        self.uncached_tokens = uncached if self.waiting_requests else 0.0
+        self.load = Load(self.waiting_requests, self.requests - self.waiting_requests)
+        if told.requests:
+            self.others[worker] = told
 
 
 class Charge:
@@ -152,6 +206,8 @@ class Charge:
         counters.open[self] = now
         counters.load = Load(counters.waiting_requests, counters.requests - counters.waiting_requests)
         self._counters = counters
+        if self._owner.watch is not None:
+            self._owner.watch(counters)
 
     def _leave(self, counters: Counters, now: float | None) -> None:
         if self.waiting:
@@ -161,6 +217,8 @@ class Charge:
         del counters.open[self]
         counters.load = Load(counters.waiting_requests, counters.requests - counters.waiting_requests)
         self._counters = None
+        if self._owner.watch is not None:
+            self._owner.watch(counters)
 
     def _release_prefill(self, counters: Counters, now: float | None) -> None:
         waiting = counters.waiting
@@ -178,6 +236,8 @@ class Charge:
         counters.load = Load(counters.waiting_requests, counters.requests - counters.waiting_requests)
         # Float sums drift; an empty queue is exactly 0.
         counters.uncached_tokens = counters.uncached_tokens - self.uncached if counters.waiting_requests else 0.0
+        if self._owner.watch is not None:
+            self._owner.watch(counters)
 
 
 class InFlight:
@@ -194,6 +254,8 @@ class InFlight:
         self._by_instance: dict[str, list[Counters]] = {}
         self.find: Callable[[str], Counters | None] = self._counters.get
         """The counters of a candidate by its name ("name" or "name/rank"), None = never charged."""
+        self.watch: Callable[[Counters], None] | None = None
+        """Called with the counters that a request of ours has changed; must be quick."""
         self._incarnations: dict[str, object] = {}
         self.by_address: Mapping[str, str] = {}
 
@@ -216,13 +278,31 @@ class InFlight:
         key = instance if rank is None else f"{instance}/{rank}"
         counters = self._counters.get(key)
         if counters is None:
-            counters = self._counters[key] = Counters(instance)
+            counters = self._counters[key] = Counters(instance, key)
             self._by_instance.setdefault(instance, []).append(counters)
         return counters
 
+    def candidates(self) -> Iterable[Counters]:
+        """Everything that was ever charged and is still known."""
+        return self._counters.values()
+
+    def take(self, worker: int, candidate: str, told: Shared) -> Counters | None:
+        """Another worker's requests at a candidate; None when it is nothing to us: an instance that we do not know."""
+        counters = self._counters.get(candidate)
+        if counters is None:
+            name, _, rank = candidate.rpartition("/")
+            if candidate in self._incarnations:
+                counters = self.counters_of(candidate)
+            elif name in self._incarnations and rank.isdecimal():
+                counters = self.counters_of(name, int(rank))
+            else:
+                return None
+        counters.take(worker, told)
+        return counters
+
     def of_instance(self, instance: str) -> Totals:
-        """What all candidates of an instance (itself, or its ranks) have together. O(ranks)."""
-        parts = self._by_instance.get(instance, ())
+        """What all candidates of an instance (itself, or its ranks) have of ours together. O(ranks)."""
+        parts = [one.own() if one.others else one for one in self._by_instance.get(instance, ())]
         return Totals(
             sum(one.requests for one in parts),
             sum(one.waiting_requests for one in parts),
@@ -247,6 +327,8 @@ class InFlight:
             if entered < at:
                 break
             count += 1
+        for other in counters.others.values() if counters else ():
+            count += sum(entered >= at for entered in other.entered)
         return count
 
     def update(self, instances: Iterable[Addressed]) -> None:
@@ -271,4 +353,4 @@ class InFlight:
 
     def total(self) -> int:
         """Requests in flight over all instances that are still known."""
-        return sum(counters.requests for counters in self._counters.values())
+        return sum(len(counters.open) for counters in self._counters.values())
