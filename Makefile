@@ -2,6 +2,8 @@
 #   make demo [ARGS=--stay]   three emulated engines, kvcar and a real Envoy, with a workload; --stay leaves it up
 #   make test [ARGS=...]      the whole suite, real Envoy and real ZMQ included
 #   make lint                 ruff and mypy --strict
+#   make faults               every fault through a real Envoy, some minutes; writes docs/reliability.md
+#   make soak [SECONDS=1800]  churn, restarts, lost events and aborts at once; kvcar must hold no more at the end
 #   make bench                benchmarks that print ratios; writes bench.json and bench.md
 SHELL := /bin/sh
 VENV := .venv
@@ -10,9 +12,9 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 ARGS ?=
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench faults soak clean
 help:
-	@sed -n '2,5p' Makefile | sed 's/^# \{0,1\}//'
+	@sed -n '2,7p' Makefile | sed 's/^# \{0,1\}//'
 
 demo: $(VENV)/.demo
 	@exec $(PY) -m examples.local.demo $(ARGS)
@@ -27,6 +29,15 @@ lint: $(VENV)/.test
 
 bench: $(VENV)/.bench
 	@$(PY) -m tests.bench $(ARGS)
+
+faults: $(VENV)/.test # root, iproute2 and libfaketime add the half-open network, the full disk, the memory limit and the clock
+	@rm -f $(VENV)/.faults.jsonl
+	@KVCAR_FAULTS=$(VENV)/.faults.jsonl $(PY) -m pytest tests/faults -m '' $(ARGS)
+	@$(PY) -m tests.faults.page $(VENV)/.faults.jsonl docs/reliability.md
+
+SECONDS := 1800
+soak: $(VENV)/.test
+	@KVCAR_SOAK_SECONDS=$(SECONDS) $(PY) -m pytest tests/soak $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

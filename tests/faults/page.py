@@ -1,0 +1,105 @@
+"""Figures of the fault tests, and the page made of them.
+
+KVCAR_FAULTS=FILE pytest tests/faults     each test adds a line of JSON to FILE
+python -m tests.faults.page FILE          prints docs/reliability.md
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.faults.load import Figures
+
+GROUPS = ("kvcar", "Engines", "Events and network", "Envoy and clients", "Operations", "Disk and clock", "Soak")
+
+HEAD = """\
+# Reliability
+
+What clients saw of each fault through a real Envoy, and how long it took until everything was right again. Generated
+by `make faults` ({machine}, shared; {date}). Every row is a test in `tests/faults/` that fails when a request does.
+Each ran under steady traffic of small chats (four or more conversations at a time, half of the answers streamed) with
+three emulated engines; clients, Envoy, engines and kvcar had the same cores, so compare latencies within a row only.
+
+- **failed**: requests that were not answered with 200 and completely, without those in the next column.
+- **lost with it**: failed ones that the engine which died, or the gateway which went away, was serving.
+- **usual, during, worst**: latency before the fault (median), while it lasted and healed (median, slowest). An answer
+  of a hung engine takes as long as the engine hangs; that is in *worst*.
+- **recovered in**: from the moment the cause was gone until the named state was reached.
+"""
+
+COLUMNS = (
+    "fault", "what clients saw", "requests", "failed", "lost with it", "usual, during, worst", "recovered in",
+    "what recovered",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    group: str
+    fault: str
+    saw: str
+    recovered: str
+    requests: int
+    failed: int
+    excused: int
+    usual: float
+    median: float
+    worst: float
+    seconds: float | None
+
+
+class Recorder:
+    """Keeps the rows of a run: in $KVCAR_FAULTS when that is set, and on the terminal of the test."""
+
+    def __init__(self) -> None:
+        path = os.environ.get("KVCAR_FAULTS")
+        self._path = Path(path) if path else None
+
+    def add(self, group: str, fault: str, figures: Figures, *, saw: str, recovered: str, seconds: float | None) -> None:
+        """`seconds`: from the end of the cause to recovery, None = there was nothing to recover."""
+        assert group in GROUPS, group
+        row = Row(
+            group, fault, saw, recovered, figures.requests, figures.failed, figures.excused,
+            round(figures.usual, 1), round(figures.median, 1), round(figures.worst, 1),
+            None if seconds is None else round(seconds, 2),
+        )  # fmt: skip
+        print(f"{fault}: {asdict(row)}")
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
+
+
+def page(rows: list[dict[str, Any]], *, date: str) -> str:
+    text = HEAD.format(machine=f"{os.cpu_count()} cores, {platform.system()}", date=date)
+    for group in GROUPS:
+        chosen = [row for row in rows if row["group"] == group]
+        if not chosen:
+            continue
+        text += f"\n## {group}\n\n| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
+        for row in chosen:
+            latency = f"{row['usual']:.0f}, {row['median']:.0f}, {row['worst']:.0f} ms" if row["worst"] else "-"
+            seconds = "-" if row["seconds"] is None else f"{row['seconds']:.1f} s"
+            text += (
+                f"| {row['fault']} | {row['saw']} | {row['requests']} | {row['failed']} | {row['excused']} | {latency} "
+                f"| {seconds} | {row['recovered']} |\n"
+            )
+    return text
+
+
+def main() -> None:
+    import datetime
+
+    path, target = map(Path, sys.argv[1:])
+    # A test that ran twice tells its latest figures.
+    rows = {row["fault"]: row for row in map(json.loads, path.read_text("utf-8").splitlines())}
+    target.write_text(page(list(rows.values()), date=datetime.date.today().isoformat()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
