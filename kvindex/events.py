@@ -81,11 +81,13 @@ class Skipped(NamedTuple):
     reason   one of a small closed set, a metric label (`unknown_tag`, `medium`, `attention_kind`, `block_size`, ...)
     detail   for the person on call; never holds token ids
     lost     True when the event's effect on the resident set is lost, so the stream must be rebuilt
+    tainted  lost, and it shows that events before it were taken wrongly: what was built of them is void, too
     """
 
     reason: str
     detail: str
     lost: bool = False
+    tainted: bool = False
 
 
 class Pooled(NamedTuple):

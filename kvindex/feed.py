@@ -2,7 +2,8 @@
 
 A message is lost (`Lost`) when it is no batch, is of another rank, or holds an event whose effect is lost (D11). That
 is found before anything is applied, except in a large message, whose events are decoded one by one: then
-`Lost.tainted` says that the view holds a part of it.
+`Lost.tainted` says that the view holds a part of it. It says so, too, where the event shows that earlier ones were
+taken wrongly.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Feed:
             for event in events:
                 if isinstance(event, Skipped) and event.lost:
                     self._skip(view, event)
-                    raise Lost(f"{event.reason} event: {event.detail}")
+                    raise Lost(f"{event.reason} event: {event.detail}", tainted=event.tainted)
         if objects is not None:
             events = objects.resolve(events)
         unknown = False

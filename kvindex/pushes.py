@@ -55,7 +55,7 @@ class PushFeed:
         number, event = pushed.event_id, pushed.event
         if isinstance(event, Skipped):
             self._count(event.reason)
-            return self._doubt(event) if pushed.takes_away else f"{event.reason}: {event.detail}"
+            return self._doubt(event) if pushed.takes_away or event.tainted else f"{event.reason}: {event.detail}"
         if number is not None:
             digest = xxh3_64_intdigest(repr(pushed).encode("utf-8", "surrogatepass"))
             if self._past.get(number) == digest:
@@ -98,7 +98,7 @@ class PushFeed:
         return wrong
 
     def _doubt(self, what: Skipped) -> str:
-        """It said that blocks are gone, and not which: nothing the rank holds is certain any more."""
+        """Blocks are gone, or never counted, and it is not said which: nothing the rank holds is certain."""
         self._damaged += 1
         self.clear()
         return f"{what.reason}: {what.detail}; all blocks of the rank are dropped, send them again"

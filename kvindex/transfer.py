@@ -150,6 +150,8 @@ def _header(item: Any) -> Header:
     numbers = [dp_rank, block_size, seed, sequence, *(value for pair in recent for value in pair)]
     if not all(one.__class__ is int and one >= 0 for one in numbers) or not all(len(pair) == 2 for pair in recent):
         raise DecodeError("a number of the header is none")
+    if not block_size:
+        raise DecodeError("its block size is 0")
     pairs = tuple((at, digest) for at, digest in recent)
     return Header(instance, dp_rank, incarnation, block_size, seed, sequence, complete, pairs)
 
@@ -164,6 +166,10 @@ def _event(item: Any) -> BlocksMapped:
         raise DecodeError(f"{len(joined)} bytes of keys for {len(hashes)} hashes")
     keys = [joined[start : start + KEY_BYTES] for start in range(0, len(joined), KEY_BYTES)]
     rows: Copies = tuple((Tier(tier), group, count) for tier, group, count in copies)
-    if not all(group.__class__ is int and group >= 0 and 0 < count < 1 << 32 for _, group, count in rows):
+    if not all(number.__class__ is int for row in copies for number in row):
+        raise DecodeError("a number of the copies is none")
+    if not all(0 <= group < 1 << 16 and 0 < count < 1 << 32 for _, group, count in rows):
         raise DecodeError("copies are out of range")
+    if len({row[:2] for row in rows}) < len(rows):
+        raise DecodeError("copies of one tier and group twice")
     return BlocksMapped(hashes, keys, rows)

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Protocol
 from kvindex.dialects import wire
 from kvindex.dialects.fields import (
     Malformed,
+    Miscounted,
     Unusable,
     clip,
     counted_kind,
@@ -104,11 +105,13 @@ class Decoder:
         self.options = options or DialectOptions()
         self._kinds: dict[int, str] = {}
         self._uncounted: set[int] = set()
+        self._assumed: set[int] = set()  # groups of which copies were counted before a kind was told
         self._cleared = AllBlocksCleared(self.clears)
 
     def reset(self) -> None:
         self._kinds.clear()
         self._uncounted.clear()
+        self._assumed.clear()
 
     def objects(self) -> Objects | None:
         return None
@@ -148,6 +151,8 @@ class Decoder:
             if raw.__class__ is list:
                 return self._array(raw)
             raise Malformed(f"an event is {typename(raw)}")
+        except Miscounted as error:
+            return Skipped("attention_kind", str(error), True, True)
         except Malformed as error:
             return Skipped("malformed", str(error), True)
         except Unusable as error:
@@ -229,6 +234,8 @@ class Decoder:
             raise Unusable("attention_kind", f"group {group} is {self._kinds[group]}")
         hashes = hashes_of(hashes)
         count = len(hashes)
+        if kind is None and group not in self._kinds and len(self._assumed) < _MAX_GROUPS:
+            self._assumed.add(group)
         if not tokens:
             if tokens is not None and tokens.__class__ is not list:
                 raise Malformed(f"token_ids is {typename(tokens)}")
@@ -272,6 +279,9 @@ class Decoder:
             self._uncounted.discard(group)
         else:
             self._uncounted.add(group)
+            if group in self._assumed:
+                self._assumed.discard(group)
+                raise Miscounted(f"group {group} is {self._kinds[group]}, its blocks were counted so far")
 
 
 _FIELDS = 11

@@ -1,7 +1,7 @@
 """What every dialect checks the same way: hash lists, token lists, media, attention kinds, extra keys, adapters.
 
 Each check returns the value in the index's form or raises `Malformed` (that event is wrong, D11) or `Unusable` (a
-sound event the index has no use for, D7, D8, D10). Neither leaves the package: the decoder turns them into `Skipped`.
+sound event the index has no use for, D7, D8, D10). None leaves the package: the decoder turns them into `Skipped`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from kvindex.hashing import extras_bytes, root_bytes
 
 class Malformed(Exception):
     """The event breaks the format; its effect on the resident set is unknown."""
+
+
+class Miscounted(Exception):
+    """The event is of no use, and shows that earlier ones of its attention group were of none either (D8)."""
 
 
 class Unusable(Exception):

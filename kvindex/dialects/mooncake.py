@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from kvindex.dialects.base import Decoder, DialectOptions
-from kvindex.dialects.fields import Malformed, Unusable, clip, hash_from_text, hashes_of, tier_of, typename
+from kvindex.dialects.fields import Malformed, Miscounted, Unusable, clip, hash_from_text, hashes_of, tier_of, typename
 from kvindex.dialects.objects import EVERY_TIER, Objects
 from kvindex.events import Batch, BlockRemoved, BlockStored, EngineHash, Event, Pooled, Skipped, Tier
 
@@ -37,6 +37,8 @@ class Rfc1527:
             if kind == "cleared":
                 return Pooled(_owner(raw))
             return self._stored(raw) if kind == "stored" else self._removed(raw)
+        except Miscounted as error:
+            return Skipped("attention_kind", str(error), True, True)
         except Malformed as error:
             return Skipped("malformed", str(error), True)
         except Unusable as error:

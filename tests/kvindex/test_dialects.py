@@ -274,6 +274,30 @@ def test_kind_is_learnt_per_group() -> None:
     assert tell(*placeholder) == [BlockStored] * 3
 
 
+@pytest.mark.parametrize("dialect", ["vllm", "mooncake"])
+def test_a_kind_that_comes_late(dialect: str) -> None:
+    """What was counted of a group before its kind was told is void when the kind does not count; told once."""
+    made = DIALECTS[dialect](DialectOptions())
+
+    def tell(*events: Any) -> list[Event]:
+        return list(made.decode(msgpack.packb([1.0, list(events), 0])).events)
+
+    placeholder = stored(token_ids=[], block_size=0, medium="CPU", group_idx=1)
+    windows = stored(group_idx=1, kv_cache_spec_kind="sliding_window")
+    full = stored(group_idx=2, kv_cache_spec_kind="full_attention")
+    assert tell(placeholder, {**placeholder, "group_idx": 2}, full)[2] == PLAIN._replace(group=2)
+    (late,) = tell(windows)
+    assert isinstance(late, Skipped)
+    assert (late.reason, late.lost, late.tainted) == ("attention_kind", True, True)
+    for event in tell(windows, placeholder):
+        assert isinstance(event, Skipped)
+        assert (event.reason, event.lost) == ("attention_kind", False)
+    made.reset()
+    (event,) = tell(windows)
+    assert isinstance(event, Skipped)
+    assert not event.lost, "a new engine"
+
+
 def test_number_of_groups_is_bounded() -> None:
     events = decode(*(stored(group_idx=group, kv_cache_spec_kind="mamba") for group in range(1000)))
     assert all(isinstance(event, Skipped) and not event.lost for event in events)

@@ -771,3 +771,44 @@ def test_a_client_may_pass_a_view_of_its_own() -> None:
 def test_readme_shows_the_table_that_runs() -> None:
     text = (Path(__file__).parent.parent.parent / "kvindex" / "README.md").read_text(encoding="utf-8")
     assert markdown() in text
+
+
+@pytest.mark.parametrize("recovery", ["none", "history"])
+def test_blocks_of_a_group_that_turns_out_not_to_count(recovery: str) -> None:
+    """A late joiner sees a host copy of a group first, and then that it is a sliding window's: it was never one."""
+    trace = Trace(recovery, SyncLimits())
+    host = {**stored("a"), "token_ids": [], "block_size": 0, "medium": "CPU", "group_idx": 1}
+    full = {**stored("a"), "group_idx": 2, "kv_cache_spec_kind": "full_attention"}
+    messages = [[host, full], [{**stored("a"), "group_idx": 1, "kv_cache_spec_kind": "sliding_window"}], [full]]
+    bodies = [msgpack.packb([1.0, events, 0]) for events in messages]
+    heads = [number.to_bytes(8, "big") for number in (4, 5, 6)]
+    keys = content_keys(pack_tokens(tokens("a")), 2)
+
+    def found() -> tuple[int, ...]:
+        return tuple(trace.index.find(keys).get(trace.view, (0, 0, 0)))
+
+    def whole() -> None:
+        for head, body in zip(heads, bodies, strict=True):
+            trace.do(trace.sync.reply(trace.attempt, [b"", head, body], trace.now))
+        trace.do(trace.sync.reply(trace.attempt, [b"", END, b""], trace.now))
+
+    trace.play("up")
+    if recovery == "history":
+        trace.play("go")
+        heads, bodies, rest = heads[:1], bodies[:1], (heads[1:], bodies[1:])
+        whole()
+        assert found() == (1, 0, 0)
+        trace.do(trace.sync.live([b"t", rest[0][0], rest[1][0]], trace.now))
+        assert found() == (0, 0, 0)
+        assert trace.asked[-1] == 0, "what was built is void"
+        heads, bodies = heads + rest[0], bodies + rest[1]
+        trace.play("go")
+        whole()
+    else:
+        for head, body in zip(heads, bodies, strict=True):
+            trace.do(trace.sync.live([b"t", head, body], trace.now))
+    gone = msgpack.packb([1.0, [{**removed("a"), "group_idx": 2}] * 2, 0])
+    assert found() == (1, 0, 0)
+    trace.do(trace.sync.live([b"t", (7).to_bytes(8, "big"), gone], trace.now))
+    assert found() == (0, 0, 0)
+    trace.index.check()

@@ -103,6 +103,11 @@ BAD: list[tuple[str, bytes]] = [
     ("keys too short", pack(header(), [BlocksMapped([1, 2], [b"k" * 16], ((Tier.DEVICE, 0, 1),))])),
     ("no copies", pack(header(), [BlocksMapped([1], [b"k" * 16], ())])),
     ("a hash of text", pack(header(), [BlocksMapped(["x"], [b"k" * 16], ((Tier.DEVICE, 0, 1),))])),  # type: ignore[list-item]
+    ("no block size", pack(header()._replace(block_size=0), [])),
+    ("half a copy", pack(header(), [BlocksMapped([1], [b"k" * 16], ((Tier.DEVICE, 0, 1.5),))])),  # type: ignore[arg-type]
+    ("a bool for a tier", pack(header(), [BlocksMapped([1], [b"k" * 16], ((True, 0, 1),))])),  # type: ignore[arg-type]
+    ("a group out of range", pack(header(), [BlocksMapped([1], [b"k" * 16], ((Tier.DEVICE, 1 << 16, 1),))])),
+    ("copies twice", pack(header(), [BlocksMapped([1], [b"k" * 16], ((Tier.DEVICE, 0, 2**32 - 1),) * 2)])),
     ("a tier that is none", pack(header(), [BlocksMapped([1], [b"k" * 16], ((7, 0, 1),))])),  # type: ignore[arg-type]
 ]
 
