@@ -99,8 +99,9 @@ class Ledger:
 def _rows(datagram: bytes) -> Iterator[tuple[int, str, str, Shared]]:
     try:
         worker, rows = orjson.loads(datagram)
-        for pool, candidate, *numbers, entered in rows:
-            yield worker, pool, candidate, Shared(*numbers, tuple(entered))  # type: ignore[call-arg]
+        for pool, candidate, requests, waiting, prompt, waiting_prompt, squares, uncached, entered in rows:
+            told = Shared(requests, waiting, prompt, waiting_prompt, squares, uncached, tuple(entered))
+            yield worker, pool, candidate, told
     except (ValueError, TypeError):
         log.debug("a datagram of %d bytes is none of a worker", len(datagram))
 
