@@ -38,7 +38,9 @@ MAX_SESSION_KEY = 256
 CANCELLED = "cancelled"
 """In traces: a decision that was broken off."""
 UNAVAILABLE = (503, 504)
-"""Nobody served the request: the gateway's answer when connections fail or time out."""
+"""Nobody served the request: the gateway's answer when connections fail or time out. An engine may say so, too."""
+UNSERVED = 0x7C
+"""Envoy's response flags that are a host's fault: UT, LR, UR, UF, UC. Not so UO (the gateway's own bounds) or UH."""
 
 
 class Follow:
@@ -83,7 +85,7 @@ class Follow:
         self._contended = contended
         self._missing = missing
 
-    def on_response_headers(self, status: int | None, served: str | None) -> None:
+    def on_response_headers(self, status: int | None, served: str | None, flags: int | None = None) -> None:
         self._record.status = status
         decision = self._record.decision
         destinations = decision.destinations if decision is not None else ()
@@ -93,17 +95,19 @@ class Follow:
                 self._ticket.moved(served, self._clock())
                 self._metrics.failover.labels(self._pool.name).inc()
         if destinations:
-            self._judge(destinations, status, served)
+            self._judge(destinations, status, served, flags)
 
-    def _judge(self, destinations: tuple[str, ...], status: int | None, served: str | None) -> None:
+    def _judge(self, destinations: tuple[str, ...], status: int | None, served: str | None, flags: int | None) -> None:
         """Who answered, and who before it in the list did not. A host outside the list says nothing of those in it:
-        the gateway may not follow our list at all."""
+        the gateway may not follow our list at all. An engine that says 503 itself, because its queue is full, answers;
+        where the gateway does not tell its flags that cannot be known, and counts as a failure."""
         pool, now = self._pool, self._clock()
         tried = destinations[: destinations.index(served)] if served in destinations else ()
         for address in tried:
             pool.failed(address, now, f"the gateway went on to {served}")
-        if status in UNAVAILABLE:
-            pool.failed(served or destinations[0], now, f"requests end with {status}")
+        if status in UNAVAILABLE and flags != 0:
+            if flags is None or flags & UNSERVED:
+                pool.failed(served or destinations[0], now, f"requests end with {status}")
         elif served:
             pool.answered(served)
 
@@ -194,7 +198,7 @@ class PoolDecider:
         started = clock()
         headers = request.headers
         record = Record(time.time(), shown(headers.get("x-request-id", "")), shown(request.path.partition("?")[0]))
-        traceparent = headers.get("traceparent")
+        traceparent = request.traceparent or headers.get("traceparent")
         if traceparent is not None and len(traceparent) <= SHOWN:
             record.traceparent = traceparent
         ABOUT.set(record)

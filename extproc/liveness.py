@@ -11,8 +11,8 @@ to leave the candidates here.
         +--------------------------------------------- half open: the next request may try it, one at a time
                                                            |  failed: out again
 
-A failed request: the gateway went to the next name of our list, or answered 503 itself. What an engine answers while it
-runs (400, 429, 500) says nothing here.
+A failed request: the gateway went to the next name of our list, or answered 503 or 504 itself. What an engine answers
+while it runs (400, 429, 500, its own 503) says nothing here; `extproc.decider` tells them apart.
 """
 
 from __future__ import annotations

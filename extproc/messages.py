@@ -52,12 +52,14 @@ class RequestTrailers:
 
 @dataclass(slots=True)
 class ResponseHeaders:
-    """served: "ip:port" of the host that answered, None when Envoy does not tell or answered itself."""
+    """served: "ip:port" of the host that answered, None when Envoy does not tell or answered itself.
+    flags: Envoy's response flags as a number, 0 = all went well, None when it does not tell."""
 
     headers: dict[str, str]
     end_of_stream: bool
     modes: tuple[int, int] | None = None
     served: str | None = None
+    flags: int | None = None
 
 
 @dataclass(slots=True)
@@ -138,6 +140,7 @@ def refusal(
 class HttpRequest:
     """A whole request for a handled path. headers as in RequestHeaders; metadata: the namespaces Envoy forwards.
 
+    traceparent: of the gateway's own span, which comes beside the messages; only if asked for.
     reason: for Decider.pick, not decide: why it cannot be scored. Its body is what is to be passed on, if anything.
     """
 
@@ -147,16 +150,17 @@ class HttpRequest:
     body: bytes
     metadata: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     reason: Reason | None = None
+    traceparent: str | None = None
 
 
 class Ticket(Protocol):
     """Follows a decided request to its end. Every method is called at most once, close() always exactly once, last.
 
     All are plain calls on the event loop's thread and must not block. on_usage is called only where the observation of
-    response bodies is switched on.
+    response bodies is switched on. `served` and `flags`: see `ResponseHeaders`.
     """
 
-    def on_response_headers(self, status: int | None, served: str | None) -> None: ...
+    def on_response_headers(self, status: int | None, served: str | None, flags: int | None = None) -> None: ...
 
     def on_first_byte(self) -> None: ...
 

@@ -321,7 +321,7 @@ class Session:
             self._answered = True
             status = message.headers.get(":status", "")
             code = int(status) if status.isdecimal() else None
-            self._tell(lambda ticket: ticket.on_response_headers(code, message.served))
+            self._tell(lambda ticket: ticket.on_response_headers(code, message.served, message.flags))
             # An engine that streams sends its headers before its prefill (vLLM does): they say nothing about it.
             streams = message.headers.get("content-type", "").startswith("text/event-stream")
             if message.end_of_stream or not (self._response_body_sent or streams):

@@ -40,6 +40,7 @@ OVERWRITE_IF_EXISTS_OR_ADD = 2
 SERVED_KEY = "x-gateway-destination-endpoint-served"
 FILTER = "envoy.filters.http.ext_proc"
 UPSTREAM_ADDRESS = "upstream.address"
+RESPONSE_FLAGS = "response.flags"
 _LARGE = 16_384  # bytes of a message from which a second copy of its body costs more than Python code
 _REQUEST_BODY_TAG, _BODY_TAG = 0x22, 0x0A
 _LARGEST = sys.float_info.max
@@ -217,6 +218,7 @@ def _response_headers(request: Any) -> ResponseHeaders:
         end_of_stream=part.end_of_stream,
         modes=_modes(request),
         served=_served(request),
+        flags=_flags(request),
     )
 
 
@@ -280,6 +282,12 @@ def _served(request: Any) -> str | None:
         if served and served.string_value:
             return str(served.string_value)
     return None
+
+
+def _flags(request: Any) -> int | None:
+    attributes = request.attributes.get(FILTER)
+    flags = attributes and attributes.fields.get(RESPONSE_FLAGS)
+    return int(flags.number_value) if flags and 0 <= flags.number_value < 1 << 53 else None
 
 
 # --- replies ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ Counters go down by one each time they act; booleans and times stay until they a
     truncate_replay  n replay answers stop half-way, without end marker
     hole_replay      n replay answers lack one message in the middle, with end marker
     delay_ms         every request waits this long before it is queued
-    fail_requests    n requests are answered 500
+    fail_requests    n requests are answered `fail_status` (500)
     hang             the engine computes nothing (health and metrics still answer)
     not_ready        /health answers 503
     clock_behind_ms  event timestamps are so far in the past
@@ -46,6 +46,7 @@ class Faults:
     hole_replay: int = 0
     delay_ms: int = 0
     fail_requests: int = 0
+    fail_status: int = 500
     hang: bool = False
     not_ready: bool = False
     clock_behind_ms: int = 0

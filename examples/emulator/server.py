@@ -223,7 +223,7 @@ class Server:
         if self.faults.delay_ms:
             await asyncio.sleep(self.faults.delay_ms / 1000)
         if self.faults.take("fail_requests"):
-            raise ApiError(500, "EngineCore encountered an issue.", kind="InternalServerError")
+            raise ApiError(self.faults.fail_status, "EngineCore encountered an issue.", kind="InternalServerError")
         job = self.api.parse(await request.read(), request.headers, chat=chat)
         rank = self._pick(job)
         sequences = [self._sequence(job, prompt, index) for prompt in job.prompts for index in range(job.n)]

@@ -62,8 +62,10 @@ def response_headers(
     served: str | None = None,
     served_metadata: str | None = None,
     modes: tuple[int, int] | None = None,
+    flags: float | None = None,
 ) -> ext_proc.ProcessingRequest:
-    attributes = {"envoy.filters.http.ext_proc": struct({"upstream.address": served, "response.code": 200.0})}
+    told = {"upstream.address": served, "response.code": 200.0} | ({} if flags is None else {"response.flags": flags})
+    attributes = {"envoy.filters.http.ext_proc": struct(told)}
     spaces = {"envoy.lb": {f"{DESTINATION}-served": served_metadata}} if served_metadata else None
     headers = more if status is None else ((":status", str(status)), *more)
     message = ext_proc.ProcessingRequest(

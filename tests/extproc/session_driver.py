@@ -37,7 +37,7 @@ class Recorder(Observer):
         if name in self.fails:
             raise ValueError("a ticket that fails")
 
-    def on_response_headers(self, status: int | None, served: str | None) -> None:
+    def on_response_headers(self, status: int | None, served: str | None, flags: int | None = None) -> None:
         self._call("headers", status, served)
 
     def on_first_byte(self) -> None:

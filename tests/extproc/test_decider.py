@@ -13,6 +13,7 @@ from extproc import simulate
 from extproc.config import Headers
 from extproc.decider import PoolDecider
 from extproc.decisions import DecisionLog
+from extproc.liveness import Liveness
 from extproc.messages import HttpRequest, Outcome
 from extproc.metrics import Metrics
 from extproc.pool import Pool
@@ -102,6 +103,33 @@ def test_load_moves_to_the_host_that_served() -> None:
     assert second is not None
     assert (first.requests, second.requests) == (0, 1)
     assert bench.counted("served_elsewhere", pool="qwen") == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "served", "flags", "out"),
+    [
+        (503, A, 0x20, "engine-a"),  # UF: no connection
+        (503, None, 0x40, "engine-a"),  # UC, and the gateway does not say where
+        (504, A, 0x4, "engine-a"),  # UT
+        (503, A, 0x8020, "engine-a"),  # UF, after all retries
+        (503, A, None, "engine-a"),  # a gateway that tells no flags
+        (503, A, 0, None),  # the engine's own: its queue is full
+        (503, A, 0x8000, None),  # the engine's own, after retries
+        (503, None, 0x80, None),  # UO: the gateway's own bounds
+        (500, A, 0, None),
+        (200, B, 0, "engine-a"),  # the gateway went on
+        (200, "10.9.9.9:1", 0, None),  # the gateway has its own mind
+    ],
+)
+def test_whose_failure_it_is(status: int, served: str | None, flags: int | None, out: str | None) -> None:
+    bench = Bench(three(liveness=Liveness(failures=1)))
+    outcome = bench.ask()
+    assert outcome.destinations[:2] == (A, B)
+    assert outcome.ticket is not None
+    outcome.ticket.on_response_headers(status, served, flags)
+    liveness = bench.pools[0].liveness
+    assert liveness is not None
+    assert set(liveness.out(bench.now)) == ({out} if out else set())
 
 
 def test_the_gateways_subset_is_obeyed() -> None:

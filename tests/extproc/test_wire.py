@@ -64,6 +64,16 @@ DECODED: list[tuple[str, ext_proc.ProcessingRequest, Any]] = [
         ResponseHeaders({":status": "200"}, False, served="10.0.0.1:8000"),
     ),
     (
+        "flags",
+        gateway.response_headers(served="10.0.0.1:8000", flags=96.0),
+        ResponseHeaders({":status": "200"}, False, served="10.0.0.1:8000", flags=96),
+    ),
+    (
+        "flags that are no flags",
+        gateway.response_headers(served="10.0.0.1:8000", flags=-1.0),
+        ResponseHeaders({":status": "200"}, False, served="10.0.0.1:8000"),
+    ),
+    (
         "served host by metadata",
         gateway.response_headers(served_metadata="[::1]:8000", end=True),
         ResponseHeaders({":status": "200"}, True, served="[::1]:8000"),

@@ -119,3 +119,18 @@ async def test_a_dead_engine_leaves_the_candidates_and_comes_back(tmp_path: Path
                 assert tries < 200, stack.kvcar.log()
                 await asyncio.sleep(0.05)  # the time it stays out passes
             assert f"instance {victim.name} answers again" in stack.kvcar.log()
+
+
+async def test_an_engine_that_says_503_itself_is_no_dead_one(tmp_path: Path) -> None:
+    """Its queue is full, and no other one takes the request. Envoy's response flags tell that from a dead engine."""
+    with Stack(tmp_path, engines=1, config={"pool": {"liveness": {**LIVENESS, "failures": 1}}}) as stack:
+        async with Client(stack.url) as client:
+            engine = stack.engines[0]
+            await asyncio.to_thread(engine.control, fail_requests=1000, fail_status=503)
+            assert [(await client.chat(chat("Full"), max_tokens=1)).status for _ in range(3)] == [503] * 3
+            assert "gets no requests for a while" not in stack.kvcar.log()
+            engine.kill()
+            assert (await client.chat(chat("Dead"), max_tokens=1)).status == 503
+            await asyncio.to_thread(
+                wait_for, lambda: f"{engine.name} gets no requests for a while" in stack.kvcar.log(), "the line"
+            )
