@@ -312,7 +312,7 @@ def _key(item: Object) -> str:
 
 REMEDIES = {
     401: "the credentials are refused: check the service account's token or the kubeconfig's user",
-    403: "not allowed to list and watch: apply deploy/kubernetes/rbac.yaml in that namespace",
+    403: "not allowed to list and watch: apply deploy/kubernetes/base/rbac.yaml in that namespace",
     404: "no such resource: is this the API server of a cluster of version 1.21 or later?",
 }
 

@@ -253,6 +253,20 @@ async def test_trailers_end_the_body_too() -> None:
         assert not stream.exchange.body_ended, "the trailers end it"
 
 
+async def test_over_the_limit_before_the_end() -> None:
+    """What was held goes out with the decision, the rest follows as it comes, and the body ends once."""
+    async with serving(ready()) as picker, picker.stream() as stream:
+        await stream.send(request_headers((*chat()[:1], COMPLETIONS), modes=MODES["full duplex"]))
+        for part in (b"a" * 4000, b"b" * 4000):
+            await stream.send(request_body(part, end=False))
+        assert [await stream.read() for _ in range(2)] == ["request_headers", "request_body"]
+        assert stream.exchange.destination
+        assert not stream.exchange.body_ended
+        assert await stream.ask(request_body(b"c")) == "request_body"
+        assert stream.exchange.body == b"a" * 4000 + b"b" * 4000 + b"c"
+        assert stream.exchange.body_ended == 1
+
+
 async def test_a_large_body_goes_back_in_parts() -> None:
     """Envoy takes no part above 64 KiB; the extension's own pickers send at most 62,000 bytes."""
     body = orjson.dumps({"model": "nobody", "prompt": "x" * 200_000})

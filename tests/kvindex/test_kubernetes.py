@@ -160,7 +160,7 @@ async def test_version_gone_again_and_again_is_told(api: KubeApi, config: str) -
     ("answer", "words"),
     [
         (lambda: status(401, "Unauthorized"), "credentials are refused"),
-        (lambda: status(403, "pods is forbidden"), "deploy/kubernetes/rbac.yaml"),
+        (lambda: status(403, "pods is forbidden"), "deploy/kubernetes/base/rbac.yaml"),
         (lambda: status(404, "could not find the requested resource"), "no such resource"),
         (lambda: status(429, "slow down", headers={"Retry-After": "1"}), "429 slow down"),
         (lambda: status(500, "etcdserver: no leader"), "500 etcdserver: no leader"),
@@ -401,7 +401,7 @@ async def test_in_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_manifest_allows_what_is_asked_for() -> None:
-    parts = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "rbac.yaml").read_text("utf-8")))
+    parts = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "base" / "rbac.yaml").read_text("utf-8")))
     account, role, binding = parts
     allowed = {
         (group, kind, verb)
