@@ -19,14 +19,28 @@ from extproc.commands.common import fail
 @click.option("--engine", required=True, help="The engine's OpenAI API, for example http://127.0.0.1:8000.")
 @click.option("--events", required=True, help="Its KV event publisher, for example tcp://127.0.0.1:5557 (rank 0).")
 @click.option("--replay", default=None, help="Its replay endpoint: what it published before is recorded too.")
-@click.option("--ranks", default=1, show_default=True, help="Data-parallel ranks; rank r has the event ports + r.")
+@click.option(
+    "--ranks",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Data-parallel ranks; rank r has the event ports + r.",
+)
 @click.option("--topic", default="", help="The events' topic; only needed with --replay and vLLM before 0.26.")
 @click.option("--bind", is_flag=True, help="The engine's publisher connects: bind --events instead of connecting.")
 @click.option("--listen", default="127.0.0.1:0", show_default=True, help="Where requests go; port 0 = a free one.")
 @click.option("--note", default="", help="The engine's command line, for the first line of the file.")
-@click.option("--settle-ms", default=400, show_default=True, help="An answer's events arrive within this time.")
+@click.option(
+    "--settle-ms",
+    default=400,
+    show_default=True,
+    type=click.IntRange(0),
+    help="An answer's events arrive within this time.",
+)
 @click.option("--one-at-a-time", is_flag=True, help="Requests wait for each other: every look-up is then certain.")
-@click.option("--max-bytes", default=1 << 30, show_default=True, help="The file does not grow beyond it.")
+@click.option(
+    "--max-bytes", default=1 << 30, show_default=True, type=click.IntRange(1), help="The file does not grow beyond it."
+)
 @click.option("--force", is_flag=True, help="Replace CAPTURE.jsonl if it is there.")
 def record(output: Path, **options: Any) -> None:
     """Record an engine's KV events and the requests sent through a proxy, until Ctrl-C.
@@ -77,6 +91,8 @@ async def _record(
     from kvindex.recorder import Recording
 
     engine = engine.rstrip("/") if "://" in engine else f"http://{engine}".rstrip("/")
+    if not engine.startswith(("http://", "https://")):
+        raise ConfigurationError(f"--engine {engine!r}: write http://host:port")
     endpoints = [
         StreamEndpoint(
             rank,
@@ -85,10 +101,10 @@ async def _record(
             topic,
             bind=bind,
         )
-        for rank in range(max(1, ranks))
+        for rank in range(ranks)
     ]
     host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigurationError(f"--listen {listen!r}: write host:port, for example 127.0.0.1:8100")
     try:
         args = shlex.split(note)

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from extproc.commands.record import record
 from kvindex.errors import ConfigurationError
 from kvindex.fleet import StreamEndpoint
 from kvindex.recorder import RankRecorder, Recording
@@ -131,3 +133,24 @@ def test_the_page_names_every_key_and_exception(tmp_path: Path) -> None:
     named |= {"rank_unknown", "incomplete"}
     assert named <= reasons, "a reason that verify does not know any more"
     assert named <= set(re.findall(r"^\| `([^`]+)`", DOCS, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--ranks", "0"], "--ranks"),
+        (["--settle-ms", "-5"], "--settle-ms"),
+        (["--max-bytes", "0"], "--max-bytes"),
+        (["--listen", "127.0.0.1:99999"], "--listen"),
+        (["--engine", "grpc://127.0.0.1:1"], "--engine"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_that_cannot_be(flags: list[str], words: str, tmp_path: Path) -> None:
+    """Told before the engine is asked for anything."""
+    path = tmp_path / "new.jsonl"
+    given = ["--engine", "http://127.0.0.1:1", "--events", "tcp://127.0.0.1:1", *flags]
+    result = CliRunner().invoke(record, [str(path), *given])
+    assert result.exit_code == 2, result.output
+    assert words in result.output
+    assert not path.exists()
