@@ -181,6 +181,7 @@ class App:
                 max_message_bytes=2 * limits.max_body_bytes + (1 << 20),
                 drain_wait=config.listen.drain_wait_ms / 1000,
                 grace=config.listen.drain_grace_ms / 1000,
+                trace_context=config.tracing is not None,
             ),
             SessionOptions(
                 destination_header=headers.destination,

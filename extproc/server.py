@@ -66,6 +66,7 @@ class ServerOptions:
                          with connection_keepalive
     drain_wait           seconds between NOT_SERVING and refusing streams: health check interval x unhealthy_threshold
     grace                seconds that open exchanges may take to end after that
+    trace_context        whether requests are to carry the traceparent of Envoy's call, its own span, where it traces
     keep_freed_bytes     freed memory that the process keeps for the next bodies (allocator.py), 0 = as malloc likes
     """
 
@@ -77,6 +78,7 @@ class ServerOptions:
     drain_wait: float = 2.5
     grace: float = 30.0
     keep_freed_bytes: int = 64 << 20
+    trace_context: bool = False
     extra_options: tuple[tuple[str, int | str], ...] = ()
 
 
@@ -199,6 +201,8 @@ class ExtProcServer:
                 replies = session.receive(message)
                 del message
                 if session.request is not None:
+                    if self.options.trace_context:
+                        session.request.traceparent = _traceparent(context)
                     replies = await self._decide(session)
                 for reply in replies:
                     await write(encode(reply))
@@ -247,6 +251,12 @@ class ExtProcServer:
             self._observer.fault("decider", error)
             return session.failed(reason)
         return session.decided(outcome)
+
+
+def _traceparent(context: Any) -> str | None:
+    """Of the gRPC call, not of the request in it."""
+    found = [value for name, value in context.invocation_metadata() if name == "traceparent"]
+    return found[0] if len(found) == 1 and isinstance(found[0], str) else None
 
 
 class _Routes(grpc.GenericRpcHandler):  # type: ignore[misc]

@@ -328,11 +328,13 @@ async def over_grpc(collector: Collector) -> AsyncIterator[str]:
     await server.stop(0)
 
 
-async def exchange(port: str) -> None:
-    """One chat through ext_proc."""
+async def exchange(port: str, **call: str) -> None:
+    """One chat through ext_proc. `call`: metadata of the gRPC call."""
     async with grpc.aio.insecure_channel(port, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         headers = chat(("traceparent", PARENT), ("x-request-id", "r-7"), ("authorization", SECRET))
-        stream = Stream(channel.stream_stream(wire.METHOD)(), Exchange(headers=dict(headers)))
+        stream = Stream(
+            channel.stream_stream(wire.METHOD)(metadata=tuple(call.items())), Exchange(headers=dict(headers))
+        )
         await stream.ask(request_headers(headers, modes=(2, 0)))
         body = {"model": "qwen3-8b", "messages": [{"role": "user", "content": PROMPT}]}
         await stream.ask(request_body(orjson.dumps(body)))
@@ -370,6 +372,19 @@ async def test_a_collector_gets_the_spans_of_a_request(protocol: str, serve: Cal
     assert collector.headers["x-team"] == "s3cret"
     assert b"unmistakable" not in collector.raw
     assert b"s3cret-key" not in collector.raw
+
+
+async def test_the_gateways_own_span_is_the_nearer_parent() -> None:
+    collector = Collector()
+    async with over_http(collector) as endpoint:
+        app = App(configuration(endpoint=endpoint))
+        try:
+            addresses = await app.start()
+            await exchange(addresses["ext_proc"], traceparent=f"00-{TRACE}-{'5' * 16}-01")
+        finally:
+            await app.stop()
+    roots = [span for span in collector.spans if span.name == "kvcar.decide"]
+    assert [span.parent_span_id.hex() for span in roots] == ["5" * 16]
 
 
 async def test_a_collector_that_is_away_costs_no_request_and_no_second_line(
