@@ -121,7 +121,7 @@ def run(rounds: int = 8) -> list[dict[str, Any]]:
         )
         assert hits > 0, "the requests found no cache: this would not be a late turn"
     ours, peer = statistics.median(used["kvcar"]), statistics.median(used["no-op"])
-    title = f"server CPU a scored request through Envoy ({length} tokens, late turn)"
+    title = f"server CPU a scored request through Envoy ({length / 1000:.1f}k tokens, late turn)"
     return [row(title, ours, "no-op ext_proc", peer, goal=3.0, aim=1.5)]
 
 

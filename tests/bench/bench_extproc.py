@@ -132,30 +132,32 @@ def _headers(part: Any, headers: list[tuple[str, str]]) -> None:
 # --- load over plain gRPC ---
 
 
-def over_grpc(exchange: list[tuple[bytes, int]], requests: int) -> Load:
+async def drive(port: int, exchange: list[tuple[bytes, int]], requests: int) -> None:
     """CONCURRENCY streams at a time, each message answered before the next, ended by a reset as Envoy does."""
+    left = requests
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
 
-    async def drive(port: int) -> None:
-        left = requests
-        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+    async def worker(process: Any) -> None:
+        nonlocal left
+        while left > 0:
+            left -= 1
+            call = process()
+            for message, replies in exchange:
+                await call.write(message)
+                for _ in range(replies):
+                    await call.read()
+            call.cancel()
 
-        async def worker(process: Any) -> None:
-            nonlocal left
-            while left > 0:
-                left -= 1
-                call = process()
-                for message, replies in exchange:
-                    await call.write(message)
-                    for _ in range(replies):
-                        await call.read()
-                call.cancel()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+        process = channel.stream_stream(wire.METHOD)
+        await asyncio.gather(*(worker(process) for _ in range(CONCURRENCY)))
 
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
-            process = channel.stream_stream(wire.METHOD)
-            await asyncio.gather(*(worker(process) for _ in range(CONCURRENCY)))
+
+def over_grpc(exchange: list[tuple[bytes, int]], requests: int) -> Load:
+    """`drive` as a load of a server."""
 
     def load(server: Server) -> int:
-        uvloop.run(drive(server.port))
+        uvloop.run(drive(server.port, exchange, requests))
         return requests
 
     return load

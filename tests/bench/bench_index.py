@@ -523,7 +523,7 @@ def run(*, large: bool = False) -> list[dict[str, Any]]:
     rows += bench_beside_writer()
     rows += bench_events(pairs // 2)
     rows += bench_slices()
-    rows += bench_gc(10 * pairs)
+    rows += bench_gc(20 * pairs)
     rows += bench_memory(10 * pairs)
     return rows
 
@@ -542,7 +542,7 @@ def main() -> None:
     if arguments.only:
         part = globals()[f"bench_{arguments.only}"]
         pairs = 1_000_000 if arguments.large else 100_000
-        extra = {"find": (pairs, (4, 32, 128)), "events": (pairs // 2,), "gc": (10 * pairs,), "memory": (10 * pairs,)}
+        extra = {"find": (pairs, (4, 32, 128)), "events": (pairs // 2,), "gc": (20 * pairs,), "memory": (10 * pairs,)}
         rows = part(*extra.get(arguments.only, ()))
     else:
         rows = run(large=arguments.large)

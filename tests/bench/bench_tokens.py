@@ -134,7 +134,7 @@ async def late_turns(
     targets = [{"goal": 1 / 8, "aim": 1 / 20}, {"goal": 1 / 20, "aim": 1 / 50}] if tokens >= 32_000 else [{}, {}]
     rows = []
     for what, values, target in zip(("turn 20", "exact repeat"), (warm, exact), targets, strict=True):
-        name = f"{what} of a chat of {count} tokens, {kind}"
+        name = f"{what} of a chat of {round(count, -3) // 1000}k tokens, {kind}"
         rows.append(row(name, "CPU ms", 1000 * statistics.median(values), "apply_chat_template", usual, **target))
     return rows
 
@@ -171,7 +171,7 @@ async def beside_a_long_one(setup: Setup, tokens: int, seconds: float) -> list[d
     task = asyncio.create_task(long())
     beside = await short(prompter, lambda: not task.done())
     await task
-    name = f"short request beside {running[0]} prompts of {running[1]} tokens, "
+    name = f"short request beside prompts of {running[1] // 1000}k tokens, "
     return [
         row(name + "p50", "ms", share(beside, 0.5), "alone", share(alone, 0.5)),
         row(name + "p99", "ms", share(beside, 0.99), "alone", share(alone, 0.99)),

@@ -1,0 +1,172 @@
+"""Requests while KV events come in: latency at 50k, 200k, 1 M offered blocks/s and during 8 MiB snapshots.
+
+    python -m tests.bench.bench_beside [--rounds N]
+
+In this process: the event loop takes a late turn of a 4k-token chat from body to scores (parse, template, tokens, keys,
+look-up) every 10 ms, the transport's thread follows a publisher in a process of its own. Latency counts from the moment
+a request was due, so that a wake-up that comes late counts, and a request that comes late makes no queue. Kinds of load
+take turns, the p99 is that of the median round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import uvloop
+
+from examples.local.processes import wait_for
+from examples.local.stack import TOKENIZER
+from extproc.openai import Body, parse_body
+from extproc.prompt import Options, Prompt, Prompter
+from extproc.prompt.prompter import templates_of
+from extproc.prompt.tokenizer import load
+from kvindex import Directory, EventTransport, Instance, StreamEndpoint
+from kvindex.fleet import Instance as Fleeted
+from tests.bench.bench_extproc import ROOT
+from tests.bench.chats import BLOCK, MODEL, PATH, Chats, stored
+from tests.real.publisher import Publisher
+
+RATE = 100.0  # at most
+LOADS: dict[str, list[str]] = {
+    "no events": [],
+    "50k blocks/s": ["50000"],
+    "200k blocks/s": ["200000"],
+    "1 M blocks/s offered": ["1000000"],
+    "50k blocks/s and an 8 MiB snapshot a second": ["50000", "--snapshots", "1"],
+}
+
+
+class Requests:
+    """A prompter and a directory as the server has them, with the conversations stored by one engine."""
+
+    def __init__(self, transport: EventTransport) -> None:
+        self.chats = Chats(24, 4096)
+        options = Options(tokenizer=str(TOKENIZER), models=(MODEL,), timeout=60.0, verify_every=0)
+        loaded = load(str(TOKENIZER))
+        self.prompter = Prompter(options, loaded, templates_of(options, loaded))
+        self.directory = Directory(transport, block_size=BLOCK)
+        self.turns = self.chats.stream()
+
+    async def one(self, body: bytes) -> tuple[str, tuple[int, ...]]:
+        parsed = parse_body(PATH, {}, body)
+        assert isinstance(parsed, Body)
+        prompt = await self.prompter.prompt_of(parsed)
+        assert isinstance(prompt, Prompt)
+        name, blocks = self.directory.match(self.prompter.keys(prompt, BLOCK)).best
+        return name, tuple(blocks)
+
+    async def paced(self, seconds: float) -> list[float]:
+        bodies = list(islice(self.turns, int(seconds * RATE)))
+        taken = []
+        for body in bodies:
+            due = time.perf_counter() + 1 / RATE
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            _, blocks = await self.one(body)
+            taken.append(time.perf_counter() - due)
+            assert sum(blocks) > 200, "the prompt is not known: this would not be a late turn"
+        return taken
+
+
+def followed(*endpoints: str) -> list[Fleeted]:
+    return [
+        Instance(f"engine-{number}", f"10.0.0.{number + 1}:8000", events=(StreamEndpoint(0, one, dialect="vllm"),))
+        for number, one in enumerate(endpoints)
+    ]
+
+
+def applied(directory: Directory) -> Iterator[int]:
+    for report in directory.status():
+        status = report.status
+        yield sum(status.events.values()) if status else 0
+
+
+def run(rounds: int = 3, seconds: float = 3.0) -> list[dict[str, Any]]:
+    """About a minute and a half."""
+    seen: dict[str, list[list[float]]] = {name: [] for name in LOADS}
+    rates: dict[str, float] = {}
+    with EventTransport() as transport, Publisher(replay=None) as publisher:
+        requests = Requests(transport)
+        requests.directory.update(followed(publisher.endpoint))
+        wait_for(lambda: publisher.serve() or publisher.subscribers, "the first subscription")
+        rng = random.Random(5)
+        for ids in requests.chats.tokens:
+            publisher.publish(stored(ids, rng))
+        wait_for(lambda: next(applied(requests.directory)) >= len(requests.chats.tokens), "the conversations")
+        for body in requests.chats.bodies():
+            uvloop.run(requests.one(body))
+        gc.collect()
+        gc.freeze()
+        for _ in range(rounds):
+            for name, load_ in LOADS.items():
+                with _publishing(requests.directory, publisher.endpoint, load_):
+                    before = sum(applied(requests.directory))
+                    started = time.perf_counter()
+                    seen[name].append(uvloop.run(requests.paced(seconds)))
+                    rates[name] = (sum(applied(requests.directory)) - before) * 16 / (time.perf_counter() - started)
+                requests.directory.update(followed(publisher.endpoint))
+        gc.unfreeze()
+    rows = []
+    quiet = "no events"
+    for part, label in ((0.5, "p50"), (0.99, "p99")):
+        base = _at(seen[quiet], part)
+        for name in LOADS:
+            if name != quiet:
+                mine = _at(seen[name], part)
+                goal = part == 0.99 and ("200k" in name or "snapshot" in name)
+                rows.append(
+                    {
+                        "name": f"request {label} beside {name}", "ours": mine, "unit": "ms", "peer": quiet,
+                        "peer_value": base, "ratio": mine / base, "goal": 1.5 if goal else None,
+                        "aim": 1.1 if goal else None, "events_applied_per_s": rates[name] / 16,
+                    }
+                )  # fmt: skip
+    return rows
+
+
+class _publishing:
+    """A publisher at a rate, followed until its events arrive."""
+
+    def __init__(self, directory: Directory, base: str, arguments: list[str]) -> None:
+        self._directory, self._base, self._arguments = directory, base, arguments
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> None:
+        if not self._arguments:
+            return
+        command = [sys.executable, "-m", "tests.bench.publish_events", *self._arguments]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        endpoint = self._process.stdout.readline().decode().strip()
+        self._directory.update(followed(self._base, endpoint))
+        wait_for(lambda: sum(list(applied(self._directory))[1:]) > 0, "the first events")
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+
+def _at(rounds: list[list[float]], part: float) -> float:
+    return 1e3 * statistics.median(sorted(one)[min(len(one) - 1, int(part * len(one)))] for one in rounds)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--rounds", type=int, default=3)
+    for one in run(arguments.parse_args().rounds):
+        print(f"{one['name']:65} {one['ours']:7.2f} {one['peer_value']:7.2f} ms x{one['ratio']:.2f} "
+              f"{one['events_applied_per_s']:.0f} events/s")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""KV events over real ZMQ, from the socket to the index: kvcar's directory against Dynamo's SelectionService.
+
+    python -m tests.bench.bench_ingest [--blocks N] [--rounds N]
+
+Four publishers in this process send vLLM's stored events of 16 blocks as fast as the follower reads; the follower is a
+process of its own (follow_events.py), its wall clock and CPU count. Dynamo runs with one indexer thread and with four.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import statistics
+import struct
+import subprocess
+import sys
+import time
+from typing import Any
+
+import msgpack
+import zmq
+
+from tests.bench.bench_extproc import ROOT
+from tests.bench.chats import BLOCK
+
+PUBLISHERS = 4
+EVENT = 16
+CHAIN = 32  # events of a chain
+
+
+class Batch:
+    """Payloads of a publisher, with the tokens of the first and the last chain."""
+
+    def __init__(self, blocks: int, events: int, seed: int) -> None:
+        rng = random.Random(seed)
+        self.payloads: list[bytes] = []
+        pending: list[Any] = []
+        parent: int | None = None
+        chain: list[int] = []
+        self.first: list[int] = []
+        total = max(1, blocks // (EVENT * CHAIN)) * CHAIN
+        for number in range(total):
+            if number % CHAIN == 0:
+                parent, chain = None, []
+            tokens = rng.choices(range(150_000), k=EVENT * BLOCK)
+            hashes = [rng.getrandbits(63) for _ in range(EVENT)]
+            pending.append(["BlockStored", hashes, parent, tokens, BLOCK, None, "GPU", None, None, 0, "full_attention",
+                            None])  # fmt: skip
+            parent = hashes[-1]
+            chain += tokens
+            self.first = self.first or list(tokens)
+            if len(pending) == events or number == total - 1:
+                self.payloads.append(msgpack.packb([time.time(), pending, 0]))
+                pending = []
+        self.last = chain
+        self.blocks = total * EVENT
+
+
+def ingest(kind: str, batches: list[Batch], threads: int = 1) -> tuple[float, float]:
+    """(wall, CPU) us a block."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sockets = []
+    for _ in batches:
+        socket = context.socket(zmq.XPUB)
+        socket.set(zmq.SNDHWM, 0)
+        socket.set(zmq.LINGER, 0)
+        socket.bind("tcp://127.0.0.1:*")
+        sockets.append(socket)
+    endpoints = [one.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode() for one in sockets]
+    command = [sys.executable, "-m", "tests.bench.follow_events", kind, *endpoints]
+    environment = {**os.environ, "DYN_LOG": "error"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        given = {"first": batches[0].first, "last": [batch.last for batch in batches], "threads": threads}
+        process.stdin.write(json.dumps(given).encode() + b"\n")
+        process.stdin.flush()
+        _line(process)
+        for socket in sockets:
+            assert socket.poll(10_000), "no subscription"
+            socket.recv()
+        for number in range(max(len(batch.payloads) for batch in batches)):
+            for socket, batch in zip(sockets, batches, strict=True):
+                if number < len(batch.payloads):
+                    socket.send_multipart([b"", struct.pack(">Q", number), batch.payloads[number]])
+        found = json.loads(_line(process))
+    finally:
+        process.kill()
+        process.communicate()
+        context.destroy(linger=0)
+    blocks = sum(batch.blocks for batch in batches)
+    return found["wall"] / blocks * 1e6, found["cpu"] / blocks * 1e6
+
+
+def _line(process: subprocess.Popen[bytes]) -> bytes:
+    """The next line of the child that is not a log line of the peer."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith((b"ready", b"{")):
+            return line
+    raise RuntimeError("the follower ended early")
+
+
+def run(blocks: int = 300_000, rounds: int = 3) -> list[dict[str, Any]]:
+    """About a minute."""
+    kinds = {"ours": ("ours", 1)}
+    if importlib.util.find_spec("dynamo"):
+        kinds |= {"Dynamo, 1 thread": ("dynamo", 1), "Dynamo, 4 threads": ("dynamo", 4)}
+    rows: list[dict[str, Any]] = []
+    for events in (1, 8):
+        batches = [Batch(blocks // PUBLISHERS, events, seed) for seed in range(PUBLISHERS)]
+        seen: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
+        for _ in range(rounds):
+            for name, (kind, threads) in kinds.items():
+                seen[name].append(ingest(kind, batches, threads))
+        figures = {
+            name: [statistics.median(values) for values in zip(*found, strict=True)] for name, found in seen.items()
+        }
+        wall, cpu = figures["ours"]
+        for name, theirs in figures.items():
+            for what, mine, value in (("wall", wall, theirs[0]), ("CPU", cpu, theirs[1])):
+                if name != "ours":
+                    label = f"events over ZMQ, {events} of {EVENT} blocks a message, {what} a block, against {name}"
+                    rows.append(
+                        {
+                            "name": label, "ours": mine, "unit": "us", "peer": name, "peer_value": value,
+                            "ratio": mine / value, "goal": None, "aim": None,
+                        }
+                    )  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--blocks", type=int, default=300_000)
+    arguments.add_argument("--rounds", type=int, default=3)
+    given = arguments.parse_args()
+    for one in run(given.blocks, given.rounds):
+        print(f"{one['name']:85} {one['ours']:6.2f} {one['peer_value']:6.2f} us x{one['ratio']:.2f}")
+
+
+if __name__ == "__main__":
+    main()

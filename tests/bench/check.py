@@ -1,0 +1,101 @@
+"""Regression guard: are today's ratios worse than the committed ones, by more than the noise they have?
+
+Every benchmark runs some times, each in a process of its own. Of a row count the median ratio and its spread (largest /
+smallest, as a factor). A row got worse when its median is over the reference by more than both spreads together, and by
+at least FLOOR. Only ratios are compared, so the machine may be another than the reference's; rows that are in one set
+alone are told and count as nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REFERENCE = Path(__file__).with_name("reference.json")
+FLOOR = 1.1
+"""Less than this factor is never called worse."""
+
+Ratios = dict[str, list[float]]
+Reference = Mapping[str, Mapping[str, float]]
+"""Row -> {"ratio": median, "spread": largest / smallest}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worse:
+    row: str
+    ratio: float
+    reference: float
+    allowed: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.row}: ratio {self.ratio:.3g}, reference {self.reference:.3g}: worse by "
+            f"x{self.ratio / self.reference:.2f}, noise allows x{self.allowed:.2f}"
+        )
+
+
+def spread(values: Sequence[float]) -> float:
+    """Largest / smallest, 1.0 of a single value."""
+    return max(values) / min(values)
+
+
+def summary(ratios: Ratios) -> dict[str, dict[str, float]]:
+    """What a reference file holds. Ratios of 0 or less say nothing and are left out."""
+    return {
+        row: {"ratio": round(statistics.median(values), 4), "spread": round(spread(values), 3)}
+        for row, values in sorted(ratios.items())
+        if min(values) > 0
+    }
+
+
+def compare(ratios: Ratios, reference: Reference) -> list[Worse]:
+    """Rows that got worse by more than noise, worst first."""
+    found = []
+    for row, now in summary(ratios).items():
+        if (then := reference.get(row)) is None:
+            continue
+        allowed = max(FLOOR, now["spread"] * then["spread"])
+        if now["ratio"] > then["ratio"] * allowed:
+            found.append(Worse(row, now["ratio"], then["ratio"], allowed))
+    return sorted(found, key=lambda one: one.reference / one.ratio)
+
+
+def collect(names: Iterable[str], times: int) -> Ratios:
+    """The ratios of every row, run by run. Raises CalledProcessError for a benchmark that fails."""
+    ratios: Ratios = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(times):
+            for name in names:
+                print(f"run {turn + 1} of {times}: {name}", flush=True)
+                command = [sys.executable, "-m", "tests.bench", "--only", name, "--out", folder, "--quiet"]
+                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+                report: dict[str, Any] = json.loads((Path(folder) / "bench.json").read_text(encoding="utf-8"))
+                for row in report["rows"]:
+                    if row["bench"] == name and row.get("ratio") is not None:
+                        ratios.setdefault(f"{row['name']} [{row.get('peer')}]", []).append(row["ratio"])
+    return ratios
+
+
+def check(names: Iterable[str], times: int, *, update: bool = False) -> int:
+    """Exit status: 1 when a row got worse. With `update` the reference is written instead."""
+    ratios = collect(names, times)
+    kept: dict[str, dict[str, float]] = json.loads(REFERENCE.read_text("utf-8")) if REFERENCE.exists() else {}
+    if update:
+        merged = dict(sorted((kept | summary(ratios)).items()))
+        REFERENCE.write_text(json.dumps(merged, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(f"{len(ratios)} rows of {len(merged)} written to {REFERENCE.name}")
+        return 0
+    for row in ratios.keys() - kept.keys():
+        print(f"no reference yet: {row}")
+    worse = compare(ratios, kept)
+    for one in worse:
+        print(one)
+    print(f"{len(ratios)} rows, {len(worse)} worse than {REFERENCE.name} by more than noise")
+    return 1 if worse else 0

@@ -1,0 +1,133 @@
+"""The report's plots, as SVG: what a request costs, what it waits, the goals, growth."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.bench.report import Report
+
+Row = dict[str, Any]
+OURS, THEIRS, FLOOR = "#1f6f8b", "#b8b8b8", "#d98f4e"
+
+
+def draw(report: Report, folder: Path) -> list[str]:
+    """Writes folder/bench/NAME.svg of what the rows suffice for; returns the paths in `folder`. [] without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return []
+    matplotlib.use("svg")
+    matplotlib.rcParams.update(
+        {"svg.hashsalt": "kvcar", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    )
+    rows: list[Row] = report["rows"]
+    names = []
+    figures = {"goals": _goals(report), "peers": _peers(rows), "events": _events(rows),
+               "find": _find(rows)}  # fmt: skip
+    for name, figure in figures.items():
+        if figure is not None:
+            (folder / "bench").mkdir(exist_ok=True)
+            names.append(f"bench/{name}.svg")
+            figure.savefig(folder / names[-1], metadata={"Date": None}, bbox_inches="tight")
+    return names
+
+
+def _figure(columns: int, height: float) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, height), layout="constrained")
+    return figure, figure.subplots(1, columns, squeeze=False)[0]
+
+
+def _goals(report: Report) -> Any:
+    """Each goal's ratio as a part of what is to be reached: 1 is the bound."""
+    goals = [one for one in report["goals"] if one["ratio"] is not None][::-1]
+    if not goals:
+        return None
+    figure, (axes,) = _figure(1, 0.5 + 0.32 * len(goals))
+    shares = [one["ratio"] / one["reach"] for one in goals]
+    axes.barh([one["goal"] for one in goals], shares, color=[OURS if one["ok"] else FLOOR for one in goals])
+    for number, one in enumerate(goals):
+        axes.text(shares[number], number, f" {one['ratio']:.3g} of {one['reach']:.3g}", va="center")
+        if one["aim"]:
+            axes.plot([one["aim"] / one["reach"]] * 2, [number - 0.4, number + 0.4], color="black", linewidth=1)
+    axes.axvline(1, color="black", linewidth=1, linestyle=":")
+    axes.set_xlim(0, max(1.2, *shares) * 1.2)
+    axes.set_xlabel("part of what is to be reached: 1 is the bound, the black mark the aim; less is better")
+    return figure
+
+
+def _sides(rows: Sequence[Row], start: str, size: str) -> dict[str, float]:
+    """Side -> value, of the rows of bench_peers whose name starts so."""
+    found: dict[str, float] = {}
+    for row in rows:
+        if row.get("bench") == "bench_peers" and row["name"].startswith(f"{start}, {size}"):
+            found[row["peer"]] = row["peer_value"]
+            found["Envoy + kvcar"] = row["ours"]
+    return found
+
+
+def _peers(rows: Sequence[Row]) -> Any:
+    sizes = ("4k-token late turn", "32k-token late turn")
+    measured = [size for size in sizes if _sides(rows, "router CPU a request", size)]
+    if not measured:
+        return None
+    figure, axes = _figure(2 * len(measured), 2.6)
+    for number, size in enumerate(measured):
+        cpu = _sides(rows, "router CPU a request", size)
+        names = sorted(cpu, key=lambda name: cpu[name], reverse=True)
+        colors = [OURS if "kvcar" in name else FLOOR if name.startswith("Envoy") else THEIRS for name in names]
+        left, right = axes[2 * number : 2 * number + 2]
+        left.barh(names, [cpu[name] / 1e3 for name in names], color=colors)
+        left.set_title(f"{size}: CPU ms a request")
+        p50, p99 = (_sides(rows, f"added {part}, paced", size) for part in ("p50", "p99"))
+        right.barh(names, [max(0.0, p99.get(name, 0)) for name in names], color=colors, alpha=0.35)
+        right.barh(names, [max(0.0, p50.get(name, 0)) for name in names], color=colors)
+        right.set_title("added ms, paced: p50, p99 (pale)")
+        right.set_yticks([])
+        if number:
+            left.set_yticks([])
+    return figure
+
+
+def _events(rows: Sequence[Row]) -> Any:
+    found = [row for row in rows if row.get("bench") == "bench_beside"]
+    if not found:
+        return None
+    figure, (axes,) = _figure(1, 2.4)
+    by_load: dict[str, dict[str, float]] = {}
+    for row in found:
+        part, load = re.findall(r"request (p\d+) beside (.*)", row["name"])[0]
+        by_load.setdefault(row["peer"], {})[part] = row["peer_value"]
+        by_load.setdefault(load, {})[part] = row["ours"]
+    names = list(by_load)[::-1]
+    axes.barh(names, [by_load[name].get("p99", 0) for name in names], color=OURS, alpha=0.35)
+    axes.barh(names, [by_load[name].get("p50", 0) for name in names], color=OURS)
+    axes.set_xlabel("ms of a 4k-token late turn: p50, p99 (pale)")
+    return figure
+
+
+def _find(rows: Sequence[Row]) -> Any:
+    """Growth of a look-up with blocks and instances."""
+    lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for row in rows:
+        match = re.fullmatch(r"find, full, (\d+) blocks, (\d+) streams", row["name"])
+        if match and row["peer"] == "RadixTree":
+            for who, value in (("kvcar", row["ours"]), ("RadixTree", row["peer_value"])):
+                lines.setdefault((who, match[1]), []).append((int(match[2]), value))
+    if not lines:
+        return None
+    figure, (axes,) = _figure(1, 2.8)
+    for (who, blocks), points in lines.items():
+        style = "-" if blocks == "2048" else "--"
+        axes.plot(*zip(*points, strict=True), style, marker="o", color=OURS if who == "kvcar" else THEIRS,
+                  label=f"{who}, {blocks} blocks")  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("engines")
+    axes.set_ylabel("us a full hit")
+    axes.legend()
+    return figure

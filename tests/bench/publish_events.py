@@ -1,0 +1,72 @@
+"""A publisher of KV events at a rate, as a process of its own.
+
+    python -m tests.bench.publish_events BLOCKS_PER_SECOND [--snapshots PER_SECOND]
+
+Prints its endpoint, waits for a subscriber, and sends until its input ends: stored events of 16 blocks, eight a
+message, and after a while the removal of the same, so that a follower's index keeps its size. --snapshots sends messages
+of 8 MiB in between: one batch of some 6,000 stored events, and next time their removal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import select
+import struct
+import sys
+import time
+from itertools import cycle
+
+import msgpack
+import zmq
+
+from tests.bench.bench_ingest import Batch
+
+PER_MESSAGE = 8
+RING = 128
+"""Messages stored before they are removed again."""
+SNAPSHOT_BYTES = 8 << 20
+
+
+def removal(payload: bytes) -> bytes:
+    """The message that takes back what `payload` stored."""
+    stamp, events, rank = msgpack.unpackb(payload)
+    return msgpack.packb([stamp, [["BlockRemoved", event[1][::-1], "GPU"] for event in reversed(events)], rank])
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("rate", type=float)
+    arguments.add_argument("--snapshots", type=float, default=0.0)
+    given = arguments.parse_args()
+    blocks = PER_MESSAGE * 16
+    stored = Batch(RING * blocks, PER_MESSAGE, 3).payloads
+    messages = cycle([*stored, *(removal(one) for one in reversed(stored))])
+    large: list[bytes] = []
+    if given.snapshots:
+        each = len(stored[0]) / blocks
+        large = Batch(int(SNAPSHOT_BYTES / each), 1 << 20, 4).payloads
+        large += [removal(one) for one in large]
+    snapshots = cycle(large)
+    with zmq.Context() as context, context.socket(zmq.XPUB) as socket:
+        socket.set(zmq.SNDHWM, 10_000)
+        socket.set(zmq.LINGER, 0)
+        socket.bind("tcp://127.0.0.1:*")
+        print(socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode(), flush=True)
+        socket.recv()
+        start = time.perf_counter()
+        sent = big = sequence = 0
+        while not select.select([sys.stdin], [], [], 0.0005)[0]:
+            passed = time.perf_counter() - start
+            due = min(int(passed * given.rate / blocks) - sent, 64)
+            out = [next(messages) for _ in range(due)]
+            sent += due
+            if passed * given.snapshots > big + 1:
+                big += 1
+                out.append(next(snapshots))
+            for payload in out:
+                socket.send_multipart([b"", struct.pack(">Q", sequence), payload])
+                sequence += 1
+
+
+if __name__ == "__main__":
+    main()
