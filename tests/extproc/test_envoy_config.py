@@ -194,6 +194,64 @@ pools:
     assert options_for(config, pool="a", engines_file="eds.yaml").engines == ()
 
 
+POOL = (
+    "pools: [{{name: a, models: [a], tokenizer: t, max_endpoints: {}, instances: [{{name: b, address: '1.1.1.1:1'}}]}}]"
+)
+TLS_CONFIG = "listen: {{tls: {{cert: s.pem, key: s.key{}}}}}\n"
+ONE, THREE = POOL.format(1), POOL.format(3)
+CA = ClientTls(ca="ca.pem")
+
+# Two configurations that would not understand each other, and what says so.
+DISAGREE: dict[str, tuple[str, dict[str, Any], str | None]] = {
+    "a list to ORIGINAL_DST": (THREE, {"routing": Routing.ORIGINAL_DST}, "max_endpoints: 1 in kvcar's pool 'a'"),
+    "one to ORIGINAL_DST": (ONE, {"routing": Routing.ORIGINAL_DST}, None),
+    "a header nobody sets": (ONE, {"routing": Routing.STATEFUL_SESSION}, "headers: {stateful_session: x-kvcar-host}"),
+    "a header that is set": (
+        f"headers: {{stateful_session: x-mine}}\n{ONE}",
+        {"routing": Routing.STATEFUL_SESSION},
+        None,
+    ),
+    "TLS there, none here": (TLS_CONFIG.format("") + THREE, {}, "--ext-proc-ca"),
+    "TLS on both sides": (TLS_CONFIG.format("") + THREE, {"ext_proc_tls": CA}, None),
+    "mutual there, no certificate here": (
+        TLS_CONFIG.format(", client_ca: c.pem") + THREE,
+        {"ext_proc_tls": CA},
+        "--ext-proc-cert",
+    ),
+    "TLS in front of kvcar": (THREE, {"ext_proc_tls": CA}, None),
+}
+
+
+@pytest.mark.parametrize("case", DISAGREE)
+def test_the_two_configurations_agree(case: str) -> None:
+    text, overrides, message = DISAGREE[case]
+    if message is None:
+        options = options_for(parse(text), **overrides)
+        assert options.routing is not Routing.STATEFUL_SESSION or options.session_header == "x-mine"
+        return
+    with pytest.raises(ValueError) as caught:
+        options_for(parse(text), **overrides)
+    assert message in str(caught.value)
+
+
+def test_command_line_of_tls(tmp_path: Path) -> None:
+    path = tmp_path / "kvcar.yaml"
+    path.write_text(TLS_CONFIG.format(", client_ca: c.pem") + THREE)
+    base = ["envoy-config", "-c", str(path)]
+    files = ["--ext-proc-ca", "ca.pem", "--ext-proc-cert", "own.pem", "--ext-proc-key", "own.key"]
+    done = CliRunner().invoke(main, [*base, *files, "--ext-proc-name", "kvcar.example"])
+    assert done.exit_code == 0, done.output
+    for part in ("filename: ca.pem", "filename: own.pem", "filename: own.key", "sni: kvcar.example"):
+        assert part in done.stdout
+    for arguments, message in (
+        (files[2:], "--ext-proc-ca is missing"),
+        (files[:4], "a client certificate needs its key"),
+    ):
+        done = CliRunner().invoke(main, [*base, *arguments])
+        assert done.exit_code == 2
+        assert message in done.output
+
+
 def test_envoy_reads_the_metadata_that_the_session_writes() -> None:
     """Also with a renamed header: then only the header has the other name."""
     options = EnvoyOptions(engines=ENGINES, destination_header="x-engine")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 from base64 import b64encode
 from collections.abc import AsyncIterator, Iterator
@@ -16,6 +17,7 @@ import aiohttp
 import pytest
 import yaml
 
+from extproc.endpoint_picker import NO_ENDPOINT
 from extproc.envoy_config import (
     DESTINATION,
     ROUTING_HEADERS,
@@ -29,10 +31,12 @@ from extproc.envoy_config import (
     as_dict,
 )
 from extproc.messages import HttpRequest, Outcome
+from extproc.reasons import Reason
 from extproc.server import ExtProcServer, ServerOptions, TlsOptions
 from extproc.session_rules import SessionOptions
 from tests.extproc.grpc_peer import DEADLINE
 from tests.real.harness import EchoUpstream, EnvoyProcess, echo_upstream, free_port
+from tests.real.test_ext_proc_modes import Engine
 
 pytestmark = pytest.mark.real
 
@@ -62,6 +66,9 @@ class Decider:
 
     async def decide(self, request: HttpRequest) -> Outcome:
         return Outcome(self.choice)
+
+    def pick(self, request: HttpRequest, reason: Reason) -> Outcome:
+        return Outcome(self.choice, reason=reason) if self.choice else Outcome(immediate=NO_ENDPOINT)
 
 
 @dataclass
@@ -98,6 +105,7 @@ async def running(
     folder: Path,
     *,
     away: int = 0,
+    endpoint_picker: bool = False,
     envoy: type[EnvoyProcess] = EnvoyProcess,
     **changes: Any,
 ) -> AsyncIterator[Surface]:
@@ -107,9 +115,9 @@ async def running(
     session = SESSION_HEADER if changes.get("routing") is Routing.STATEFUL_SESSION else None
     decider = Decider()
     server = ExtProcServer(
-        decider,  # type: ignore[arg-type]
+        decider,
         ServerOptions("127.0.0.1:0", tls=files if tls else None),
-        SessionOptions(session_header=session),
+        SessionOptions(session_header=session, endpoint_picker=endpoint_picker),
     )
     await server.start()
     options = options_of(engines, folder, server.port, **changes)
@@ -191,7 +199,7 @@ async def test_kvcar_steers_and_a_client_never_does(
 async def test_a_certificate_for_another_name_is_refused(engines: list[EchoUpstream], tmp_path: Path) -> None:
     """Fail closed shows it: kvcar is there, its certificate is of the right CA, and Envoy does not talk to it."""
     server = ExtProcServer(
-        Decider(),  # type: ignore[arg-type]
+        Decider(),
         ServerOptions("127.0.0.1:0", tls=TlsOptions(f"{TLS}/server.pem", f"{TLS}/server.key")),
     )
     await server.start()
@@ -242,6 +250,33 @@ async def test_http2_from_clients_and_to_engines(engines: list[EchoUpstream], tm
             assert counted["cluster.engines.upstream_cx_http2_total"] > 0
         counted = await asyncio.to_thread(surface.envoy.stats, "http.openai.downstream_cx_http2_total")
         assert counted["http.openai.downstream_cx_http2_total"] > 0
+
+
+@pytest.mark.parametrize("mode", list(BodyMode))
+async def test_endpoint_picker(mode: BodyMode, tmp_path: Path) -> None:
+    """What cannot be scored is decided by its headers; a body that follows them arrives all the same."""
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [Engine(), Engine(), Engine()]
+        for engine in engines:
+            await engine.start()
+            stack.push_async_callback(engine.stop)
+        surface = await stack.enter_async_context(
+            running(engines, tmp_path, endpoint_picker=True, body_mode=mode)  # type: ignore[arg-type]
+        )
+        for turn in range(6):
+            chosen = engines[turn % 3].address
+            surface.decider.choice = (chosen,)
+            body, headers = (b"", {}) if turn % 2 else (b"z" * 100_000, {"content-encoding": "x-unknown"})
+            async with surface.http.post(CHAT, data=body or None, headers=headers) as answer:
+                assert answer.status == 200
+                got = await answer.json()
+            assert got["served_by"] == chosen
+            assert got["body"] == hashlib.sha256(body).hexdigest()
+            assert got["headers"][DESTINATION] == chosen, "the body's reply leaves the header alone"
+        surface.decider.choice = ()
+        async with surface.http.post(CHAT) as answer:
+            assert answer.status == 503
+            assert (await answer.json())["error"]["type"] == "service_unavailable"
 
 
 class Merged(EnvoyProcess):
