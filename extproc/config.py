@@ -363,6 +363,7 @@ class Config(Node):
         _unique((pool.name for pool in self.pools), "pools", "name")
         _unique((name for pool in self.pools for name in pool.models + pool.adapters), "pools", "model name")
         _unique((item.name for pool in self.pools for item in pool.instances), "pools", "instance name")
+        _unique((pool.endpoints_file.path for pool in self.pools if pool.endpoints_file), "pools", "endpoints_file.path")
         if self.listen.address == self.admin.address and not self.listen.address.endswith(":0"):
             raise ValueError(
                 f"listen.address and admin.address are both {self.listen.address}: each needs its own port"

@@ -211,7 +211,10 @@ class Registrar:
         before, told = self._told.get(context, (None, ()))
         if told != wanted or (wanted and before is not home.directory):
             home.directory.set_publishers(wanted, source="registered")
-            self._told[context] = (home.directory, wanted)
+            if wanted:
+                self._told[context] = (home.directory, wanted)
+            else:
+                del self._told[context]
 
 
 def _instance(ranks: Mapping[int, Registration], home: Home) -> Instance:

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from extproc.admin.trust import trust
 from extproc.commands.common import CONFIG, fail, read_config
 
 
@@ -54,10 +55,10 @@ def query(
         body["model"] = model
     tls = config.admin.tls
     try:
-        trust = _trust(tls.cert, cert, key) if tls else None
+        shown = trust(tls.cert, cert, key) if tls else None
     except OSError as error:  # ssl.SSLError is one
         fail(f"admin.tls: the certificates cannot be used: {error}")
-    answer = _ask(_url(admin or config.admin.address, "https" if tls else "http"), config.admin.token, body, trust)
+    answer = _ask(_url(admin or config.admin.address, "https" if tls else "http"), config.admin.token, body, shown)
     if as_json:
         click.echo(json.dumps(answer))
     else:
@@ -70,16 +71,6 @@ def _ids(text: str) -> list[int]:
     if wrong is not None:
         fail(f"--tokens: {wrong!r} is no token id")
     return [int(word) for word in words]
-
-
-def _trust(server: str, cert: str | None, key: str | None) -> ssl.SSLContext:
-    """Trusts the very certificate that the configuration names, whoever signed it and for whatever name."""
-    context = ssl.create_default_context(cafile=server)
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    context.check_hostname = False
-    if cert is not None:
-        context.load_cert_chain(cert, key)
-    return context
 
 
 def _url(address: str, scheme: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from extproc import __version__
+from extproc.admin.trust import trust
 from extproc.assembly import instances_of, prompter_options
 from extproc.config import Config, Pool
 from extproc.doctor import engine_page
@@ -69,13 +70,22 @@ class Context:
             return None
         # a wildcard is where a server listens, not where it is
         host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
-        return f"http://{host}:{port}"
+        return f"{'https' if self.config.admin.tls else 'http'}://{host}:{port}"
 
     async def kvcar(self, path: str) -> Answer:
-        """GET of the admin port, with the configured token."""
-        token = self.config.admin.token
+        """GET of the admin port, with the configured token and certificates; asked once."""
+        return await self.once(("kvcar", path), lambda: self.ask_kvcar(path))
+
+    async def ask_kvcar(self, path: str) -> Answer:
+        """The same, as it is now."""
+        token, tls = self.config.admin.token, self.config.admin.tls
         headers = {"X-Internal-Token": token} if token else None
-        return await self.once(("kvcar", path), lambda: self.http.get(f"{self.admin}{path}", headers=headers))
+        url = f"{self.admin}{path}"
+        try:
+            shown = trust(tls.cert) if tls else None
+        except OSError as error:  # ssl.SSLError is one
+            return Answer(url, error=f"admin.tls: the files cannot be used: {error}")
+        return await self.http.get(url, headers=headers, trust=shown)
 
     async def status(self) -> Mapping[str, Any]:
         """/status of the running kvcar. Raises Skip when it does not answer (check kvcar.running says so)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -54,17 +55,25 @@ class Http:
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(32)
 
-    async def get(self, url: str, *, headers: Mapping[str, str] | None = None) -> Answer:
-        return await self.ask("GET", url, headers=headers)
+    async def get(
+        self, url: str, *, headers: Mapping[str, str] | None = None, trust: ssl.SSLContext | None = None
+    ) -> Answer:
+        return await self.ask("GET", url, headers=headers, trust=trust)
 
     async def post(self, url: str, body: Any, *, headers: Mapping[str, str] | None = None) -> Answer:
         given = {"content-type": "application/json", **(headers or {})}
         return await self.ask("POST", url, data=orjson.dumps(body), headers=given)
 
     async def ask(
-        self, method: str, url: str, *, data: bytes | None = None, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        url: str,
+        *,
+        data: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        trust: ssl.SSLContext | None = None,
     ) -> Answer:
-        """Never raises, within `timeout` seconds. Redirects are not followed."""
+        """Never raises, within `timeout` seconds. Redirects are not followed. `trust` None = the system's."""
         if self._session is None:
             self._session = aiohttp.ClientSession(trust_env=False)
         limit = aiohttp.ClientTimeout(total=self._timeout)
@@ -72,7 +81,7 @@ class Http:
         async with self._slots:
             try:
                 async with self._session.request(
-                    method, url, data=data, headers=headers, timeout=limit, allow_redirects=False
+                    method, url, data=data, headers=headers, timeout=limit, allow_redirects=False, ssl=trust or True
                 ) as response:
                     async for chunk in response.content.iter_any():
                         body += chunk

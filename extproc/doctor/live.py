@@ -282,10 +282,8 @@ async def _through(context: Context, pool: Pool, base: str) -> list[Finding]:
 
 async def _record(context: Context, pool: Pool, name: str, tokens: int) -> Mapping[str, Any] | None:
     """kvcar's record of a request; by its length where the gateway gave it another id."""
-    token = context.config.admin.token
-    headers = {"X-Internal-Token": token} if token else None
     for query in (f"request_id={name}", f"limit=20&pool={pool.name}"):
-        answer = await context.http.get(f"{context.admin}/decisions?{query}", headers=headers)
+        answer = await context.ask_kvcar(f"/decisions?{query}")
         rows = (answer.json() or {}).get("decisions", []) if answer.ok else []
         for row in rows:
             decision = row.get("decision") or {}

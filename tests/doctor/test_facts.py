@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from aiohttp import web
 
+from extproc.admin.server import AdminServer, tls_context
 from extproc.config import parse as parse_config
 from extproc.doctor import DoctorOptions, engine_page
 from extproc.doctor.context import Context
@@ -73,3 +76,25 @@ def stream(status: StreamStatus, **endpoint: Any) -> Stream:
 async def test_streams(judge: Any, status: dict[str, Any], found: list[str]) -> None:
     one = stream(StreamStatus(blocks=TierBlocks(1, 0, 0), **status), replay="tcp://127.0.0.1:3")
     assert [f"{item.severity.name} {item.id}" async for item in judge(one)] == found
+
+
+async def test_an_admin_port_with_tls_is_asked_by_https() -> None:
+    """With the certificate that the configuration names, whoever signed it."""
+
+    async def page(request: web.Request) -> web.Response:
+        return web.json_response({"token": request.headers["X-Internal-Token"]})
+
+    app = web.Application()
+    app.router.add_get("/status", page)
+    tls = Path(__file__).parents[1] / "extproc" / "tls"
+    files = {"cert": str(tls / "server.pem"), "key": str(tls / "server.key")}
+    server = AdminServer(app, "127.0.0.1", 0, tls=tls_context(files["cert"], files["key"], None))
+    admin = {"address": f"127.0.0.1:{await server.start()}", "tls": files, "token": "a-long-secret"}
+    pool = {"name": "p", "models": ["m"], "tokenizer": "/m"}
+    context = Context(parse_config(yaml.safe_dump({"admin": admin, "pools": [pool]})), DoctorOptions())
+    try:
+        answer = await context.kvcar("/status")
+        assert answer.json() == {"token": "a-long-secret"}, answer
+    finally:
+        await context.close()
+        await server.stop()

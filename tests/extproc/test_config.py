@@ -70,6 +70,10 @@ BAD = [
     (GOOD + '  - {name: e0, address: "10.0.0.2:8000"}\n', ["'e0' is given twice"]),
     (GOOD + '  - {name: e1, address: "10.0.0.1:8000"}\n', ["'10.0.0.1:8000' is given twice"]),
     (GOOD + "- {name: a, models: [n], tokenizer: t}\n", ["'a' is given twice"]),
+    (
+        GOOD + "  endpoints_file: {path: /x}\n- {name: b, models: [n], tokenizer: t, endpoints_file: {path: /x}}\n",
+        ["endpoints_file.path '/x' is given twice"],
+    ),
     (GOOD + "- {name: b, models: [m], tokenizer: t}\n", ["'m' is given twice"]),
     ('admin: {address: "0.0.0.0:9003"}\n' + GOOD, ["admin.address", "token"]),
     ("headers: {destination: X-Up}\n" + GOOD, ["headers.destination", "lower-case"]),

@@ -286,6 +286,7 @@ async def test_a_shared_store(opened: Open) -> None:
     assert len(registrar.registry) == 2
     assert (await ask(client, "/unregister", {"instance_id": "store"}))[0] == 200
     assert [one.instance for one in (*home.directory.status(), *home.directory.pool_status())] == ["e1"]
+    assert registrar._told == {}, "contexts come and go: nothing of them is kept"
 
 
 async def test_expiry(opened: Open) -> None:
