@@ -279,6 +279,27 @@ async def test_endpoint_picker(mode: BodyMode, tmp_path: Path) -> None:
             assert (await answer.json())["error"]["type"] == "service_unavailable"
 
 
+@pytest.mark.parametrize("mode", list(BodyMode))
+async def test_kvcar_leaves_during_a_streamed_answer(mode: BodyMode, tmp_path: Path) -> None:
+    """Buffered, the answer completes without kvcar; in full duplex it passes through kvcar and is cut."""
+    async with contextlib.AsyncExitStack() as stack:
+        engine = Engine()
+        await engine.start()
+        stack.push_async_callback(engine.stop)
+        surface = await stack.enter_async_context(
+            running([engine], tmp_path, body_mode=mode)  # type: ignore[list-item]
+        )
+        async with surface.http.post(CHAT, data=b"stream") as answer:
+            assert await answer.content.readline() == b"data: 1\n"
+            await surface.server.stop(0)
+            engine.go.set()
+            if mode is BodyMode.BUFFERED:
+                assert b"usage" in await answer.content.read()
+            else:
+                with pytest.raises(aiohttp.ClientPayloadError):
+                    await answer.content.read()
+
+
 class Merged(EnvoyProcess):
     """An Envoy that somebody else configured, with the fragments in their places."""
 
