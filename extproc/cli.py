@@ -39,10 +39,10 @@ def main() -> None:
 )
 def serve(config_path: Path, print_ports: bool, workers: int | None) -> None:
     """Run the ext_proc server until SIGTERM or SIGINT (then it drains)."""
-    from extproc import app, assembly
+    from extproc import assembly
     from extproc.config import ConfigError
     from extproc.server import ServerError
-    from extproc.workers import supervisor
+    from extproc.workers.place import StartFailed
     from kvindex.errors import ConfigurationError
 
     config = read_config(config_path)
@@ -58,10 +58,14 @@ def serve(config_path: Path, print_ports: bool, workers: int | None) -> None:
     try:
         assembly.check_files(config, str(config_path))
         if config.listen.workers == 1:
+            from extproc import app
+
             app.run(config, config_path, announce=announce)
         else:
+            from extproc.workers import supervisor
+
             supervisor.run(config, config_path, announce)
-    except supervisor.StartFailed as error:
+    except StartFailed as error:
         fail(str(error), error.status if error.status > 0 else 1)
     except (ConfigError, ConfigurationError) as error:
         fail(str(error))

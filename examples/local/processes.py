@@ -63,6 +63,20 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(sock.getsockname()[1])
 
 
+def free_ports(count: int, host: str = "127.0.0.1") -> int:
+    """The first of `count` neighbouring ports that were free a moment ago."""
+    while True:
+        first = free_port(host)
+        try:
+            with contextlib.ExitStack() as stack:
+                for port in range(first, first + count):
+                    sock = stack.enter_context(socket.socket())
+                    sock.bind((host, port))
+        except (OSError, OverflowError):
+            continue
+        return first
+
+
 def http_get(url: str, *, timeout: float = 2.0) -> tuple[int, bytes]:
     """(status, body); status 0 when nobody answers."""
     try:

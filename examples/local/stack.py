@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from examples.emulator.process import EmulatorProcess
-from examples.local.processes import EnvoyProcess, KvcarProcess, NotReady, free_port, unbroken, wait_for
+from examples.local.processes import EnvoyProcess, KvcarProcess, NotReady, free_port, free_ports, unbroken, wait_for
 from extproc.envoy_config import EnvoyOptions
 
 HERE = Path(__file__).parent
@@ -76,6 +76,7 @@ class Stack:
     envoy            replaces fields of EnvoyOptions
     replicas         how many kvcar there are; `kvcar` is the first
     share            they ask each other for views
+    workers          processes of each kvcar
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Stack:
         envoy: Mapping[str, Any] | None = None,
         replicas: int = 1,
         share: bool = False,
+        workers: int = 1,
     ) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +99,7 @@ class Stack:
         self._scorer = scorer
         self._config = dict(config or {})
         self._envoy = dict(envoy or {})
-        self._count, self._share = replicas, share
+        self._count, self._share, self._workers = replicas, share, workers
         self.kvcar: KvcarProcess
         self.replicas: list[KvcarProcess] = []
         self.envoy: EnvoyProcess
@@ -106,10 +108,13 @@ class Stack:
         """Until requests are routed by what the engines hold. Raises NotReady or StartFailed."""
         self._start_engines(self.engines)
         # Envoy is told kvcar's port before kvcar has bound it, and finds it there again after a restart of kvcar.
-        ports = [f"127.0.0.1:{free_port()}" for _ in range(self._count)]
+        firsts = [free_ports(self._workers) for _ in range(self._count)]
+        ports = [f"127.0.0.1:{first}" for first in firsts]
         admins = [f"127.0.0.1:{free_port()}" for _ in ports]
         for number, (ext_proc, admin) in enumerate(zip(ports, admins, strict=True)):
             config = kvcar_config(self.engines, ext_proc=ext_proc, admin=admin, scorer=self._scorer, **self._config)
+            if self._workers > 1:
+                config["listen"]["workers"] = self._workers
             if self._share:
                 config["replicas"] = {"peers": [f"http://{other}" for other in admins if other != admin]}
             self.replicas.append(KvcarProcess(config, self.folder, name="kvcar" if not number else f"kvcar-{number}"))
@@ -118,7 +123,7 @@ class Stack:
             replica.start()
         values: dict[str, Any] = {
             "engines": tuple(engine.address for engine in self.engines),
-            "ext_proc": tuple(ports),
+            "ext_proc": tuple(f"127.0.0.1:{port}" for first in firsts for port in range(first, first + self._workers)),
             "listen": "127.0.0.1:0",
             "admin": "127.0.0.1:0",
             "access_log": str(self.folder / "access.log"),
@@ -152,7 +157,7 @@ class Stack:
 
     def wait_routing(self) -> None:
         """Until Envoy asks kvcar, and kvcar follows every engine's events."""
-        self.envoy.wait_healthy("extproc", self._count)
+        self.envoy.wait_healthy("extproc", self._count * self._workers)
         self.settle()
 
     def settle(self, engines: Sequence[EmulatorProcess] | None = None) -> None:

@@ -11,6 +11,14 @@ LONGEST_SOCKET_PATH = 100
 """Bytes; the system takes about 108."""
 
 
+class StartFailed(Exception):
+    """A worker could not start at all; it has said why. `status`: its exit status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"a worker ended with status {status} before it was ready")
+        self.status = status
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """One worker of `count`. `address` is its own ext_proc "ip:port"; `directory` holds the sockets of all."""

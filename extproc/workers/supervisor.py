@@ -29,7 +29,7 @@ import aiohttp
 from extproc.admin.server import AdminServer, tls_context
 from extproc.config import Config, ConfigError
 from extproc.workers.front import Front
-from extproc.workers.place import LONGEST_SOCKET_PATH, addresses, admin_socket
+from extproc.workers.place import LONGEST_SOCKET_PATH, StartFailed, addresses, admin_socket
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +38,6 @@ LONGEST_PAUSE = 30.0
 SETTLED = 30.0
 KILL_AFTER = 15.0
 """Seconds beyond the drain and its grace after which a worker that has not ended is killed."""
-
-
-class StartFailed(Exception):
-    """A worker could not start at all; it has said why. `status`: its exit status."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(f"a worker ended with status {status} before it was ready")
-        self.status = status
 
 
 class Worker:
@@ -117,7 +109,7 @@ class Supervisor:
         """Raises ConfigError (ports), StartFailed."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stopping.set)
+            loop.add_signal_handler(number, self.request_stop)
         loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         keepers: list[asyncio.Task[None]] = []
         admin = self._admin()
@@ -127,8 +119,8 @@ class Supervisor:
                 path = str(admin_socket(self.directory, worker.number))
                 worker.session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(path), auto_decompress=False)
             keepers = [asyncio.create_task(self._keep(worker)) for worker in self.workers]
-            started: asyncio.Future[Any] = asyncio.gather(*(worker.running.wait() for worker in self.workers))
-            stopping: asyncio.Future[Any] = asyncio.create_task(self._stopping.wait())
+            started = asyncio.create_task(self._started())
+            stopping = asyncio.create_task(self._stopped())
             await asyncio.wait({started, stopping, *keepers}, return_when=asyncio.FIRST_COMPLETED)
             for keeper in keepers:
                 if keeper.done():
@@ -154,6 +146,16 @@ class Supervisor:
                 if worker.session is not None:
                     await worker.session.close()
             shutil.rmtree(self.directory, ignore_errors=True)
+
+    async def _stopped(self) -> None:
+        await self._stopping.wait()
+
+    async def _started(self) -> None:
+        for worker in self.workers:
+            await worker.running.wait()
+
+    def request_stop(self) -> None:
+        self._stopping.set()
 
     def _admin(self) -> AdminServer:
         given = self._config.admin
@@ -215,6 +217,8 @@ class Supervisor:
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             start_new_session=True,  # a Ctrl-C is ours to pass on
         )  # fmt: skip
+        if self._stopping.is_set():  # while it was being made: nobody else tells it
+            worker.signal(signal.SIGTERM)
         assert process.stdout is not None
         line = await process.stdout.readline()
         if line and not self._stopping.is_set():

@@ -81,7 +81,15 @@ def test_decisions_by_time_with_their_worker() -> None:
 
 
 def status(in_flight: int, **more: Any) -> dict[str, Any]:
-    checked = {"state": "ok", "samples": 10, "equal": 9, "over": 1, "difference": 0.01, "likely_cause": "", "remedy": ""}
+    checked = {
+        "state": "ok",
+        "samples": 10,
+        "equal": 9,
+        "over": 1,
+        "difference": 0.01,
+        "likely_cause": "",
+        "remedy": "",
+    }
     pool = {
         "name": "qwen", "tokenizer_loaded": True, "speculative_blocks": 3,
         "self_verification": {**checked, **more.pop("checked", {})},
@@ -104,7 +112,11 @@ def test_status_adds_requests_up_and_shows_the_worst() -> None:
     checked = pool["self_verification"]
     assert (checked["state"], checked["likely_cause"], checked["difference"]) == ("drift", "salt", 0.2)
     assert (checked["samples"], checked["equal"], checked["over"]) == (20, 18, 7)
-    assert (found["reload_error"], found["uptime_seconds"], found["workers"]) == ("line 3", 9.0, [{"worker": 0}, {"worker": 1}])
+    assert (found["reload_error"], found["uptime_seconds"], found["workers"]) == (
+        "line 3",
+        9.0,
+        [{"worker": 0}, {"worker": 1}],
+    )
 
 
 def test_a_drained_instance_has_the_requests_of_all() -> None:

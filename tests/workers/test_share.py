@@ -1,10 +1,11 @@
-"""What workers tell one another of their requests in flight: rows, loss, death; and that a burst spreads as over one."""
+"""What workers tell one another of requests in flight: rows, loss, death; and that a burst spreads as over one."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,7 +61,8 @@ def seen(worker: Worker, name: str) -> tuple[int, int, float]:
 
 
 def own(worker: Worker, name: str) -> tuple[int, int, float]:
-    return tuple(worker.inflight.of_instance(name))
+    requests, waiting, uncached = worker.inflight.of_instance(name)
+    return requests, waiting, uncached
 
 
 def test_each_step_of_a_request_reaches_the_other_and_stays_apart_from_its_own() -> None:
@@ -233,24 +235,25 @@ async def test_over_the_socket(tmp_path: Path) -> None:
     for number, worker in enumerate(workers):
         worker.inflight.watch = None
         running.append(asyncio.create_task(Sharing([worker.pool], Place(number, 2, "", tmp_path)).run()))
-    async with asyncio.timeout(10):
-        while any(worker.inflight.watch is None for worker in workers):
-            await asyncio.sleep(0.001)
+    try:
+        await until(lambda: all(worker.inflight.watch for worker in workers))
         charge = workers[0].inflight.charge("a", 100, 60.0, 1.0)
-        while seen(workers[1], "a") != (1, 1, 60.0):
-            await asyncio.sleep(0.001)
+        await until(lambda: seen(workers[1], "a") == (1, 1, 60.0))
         charge.close()
-        while seen(workers[1], "a") != (0, 0, 0.0):
-            await asyncio.sleep(0.001)
+        await until(lambda: seen(workers[1], "a") == (0, 0, 0.0))
         running[1].cancel()  # nobody listens there any more: nothing happens
         workers[0].inflight.charge("b", 100, 60.0, 1.0)
         await asyncio.sleep(0)
         # one that comes back in its place is told within a refresh
         running[1] = asyncio.create_task(Sharing([workers[1].pool], Place(1, 2, "", tmp_path)).run())
-        while seen(workers[1], "b") != (1, 1, 60.0):
+        await until(lambda: seen(workers[1], "b") == (1, 1, 60.0))
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - the other side is a socket
             await asyncio.sleep(0.001)
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
-
-
