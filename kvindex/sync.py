@@ -229,6 +229,8 @@ class StreamSync(Machine):
             return "this stream is a pool's"
         if self.state not in (State.EMPTY, State.LIVE):
             return f"the stream is in state {self.state}"
+        if self.complete and self.synchronized:
+            return "the stream knows all there is"
         self._adoption = Adoption(self.last, self._digest, self._attempts, self.limits.max_buffered_bytes)
         return None
 

@@ -153,6 +153,8 @@ def _header(item: Any) -> Header:
     if not block_size:
         raise DecodeError("its block size is 0")
     pairs = tuple((at, digest) for at, digest in recent)
+    if any(at > sequence for at, _ in pairs):
+        raise DecodeError(f"it ends at message {sequence} and shows later ones")
     return Header(instance, dp_rank, incarnation, block_size, seed, sequence, complete, pairs)
 
 

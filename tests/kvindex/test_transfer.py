@@ -103,6 +103,7 @@ BAD: list[tuple[str, bytes]] = [
     ("keys too short", pack(header(), [BlocksMapped([1, 2], [b"k" * 16], ((Tier.DEVICE, 0, 1),))])),
     ("no copies", pack(header(), [BlocksMapped([1], [b"k" * 16], ())])),
     ("a hash of text", pack(header(), [BlocksMapped(["x"], [b"k" * 16], ((Tier.DEVICE, 0, 1),))])),  # type: ignore[list-item]
+    ("messages above its end", pack(header(3, True, ((3, 1), (4, 2))), [])),
     ("no block size", pack(header()._replace(block_size=0), [])),
     ("half a copy", pack(header(), [BlocksMapped([1], [b"k" * 16], ((Tier.DEVICE, 0, 1.5),))])),  # type: ignore[arg-type]
     ("a bool for a tier", pack(header(), [BlocksMapped([1], [b"k" * 16], ((True, 0, 1),))])),  # type: ignore[arg-type]
@@ -175,6 +176,13 @@ def test_adoption(name: str, giver: str, before: str, between: str, outcome: str
     taker.index.check()
     assert taker.outcome() == outcome
     assert taker.play(after).outcome() == then
+
+
+def test_the_whole_truth_is_not_given_up() -> None:
+    """A peer that began later may know more hashes, removed since; its view would not be complete."""
+    taker = Trace("none").play("up 0abc 1~ab")
+    assert taker.sync.begin_adoption() == "the stream knows all there is"
+    assert taker.outcome() == "live 1 c complete"
 
 
 REFUSALS = [
