@@ -4,7 +4,7 @@ The gateway's `override_host` policy sends a request to the named host whatever 
 to leave the candidates here.
 
                  `failures` failed requests in a row,
-                 or `scrape_failures` failed polls
+                 or `scrape_failures` failed polls, none of its requests answered meanwhile
         up ---------------------------------------------> out (for `out_seconds`, doubled each time up to the maximum)
         ^                                                  |  time is up, or a poll succeeds where polls had failed
         |   answered                                       v
@@ -87,7 +87,7 @@ class Liveness:
         if record is None:
             return False
         was_out = record.out_until is not None
-        record.failed = record.times_out = 0
+        record.failed = record.failed_polls = record.times_out = 0  # alive, however long its metrics take
         record.out_until = record.trial_until = None
         record.reason = ""
         if was_out:

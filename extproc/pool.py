@@ -131,7 +131,7 @@ class Pool:
             self.source.on_poll = self._polled
         self._refresh()
         self._stops = (
-            self._fleet.listen(self._changed),
+            self._fleet.listen(self._changed, present=False),
             self._overrides.listen(lambda _name: self._select(time.monotonic())),
         )
 

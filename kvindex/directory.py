@@ -276,7 +276,7 @@ class Directory:
     def attach(self, fleet: Fleet) -> Callable[[], None]:
         """Follow a fleet from now on; returns the way to stop (streams stay until `close`)."""
         self.update(fleet.snapshot().values())
-        return fleet.listen(lambda _change: self.update(fleet.snapshot().values()))
+        return fleet.listen(lambda _change: self.update(fleet.snapshot().values()), present=False)
 
     def update(self, instances: Iterable[Instance]) -> None:
         """These are the instances now. Streams of the same process go on, others are retired or started. O(streams)."""

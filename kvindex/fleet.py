@@ -320,10 +320,13 @@ class Fleet:
         self._instances = MappingProxyType({key: value for key, value in self._instances.items() if key != name})
         return self._announce(FleetChange(ChangeKind.LEFT, before, None))
 
-    def listen(self, listener: Listener) -> Callable[[], None]:
-        """Call `listener` for each present instance (JOINED) and every later change. Returns the way to stop."""
+    def listen(self, listener: Listener, *, present: bool = True) -> Callable[[], None]:
+        """Call `listener` for each present instance (JOINED) and every later change. Returns the way to stop.
+
+        present   False: later changes alone, for who has just taken the snapshot
+        """
         self._listeners = (*self._listeners, listener)
-        for instance in self._instances.values():
+        for instance in self._instances.values() if present else ():
             self._tell(listener, FleetChange(ChangeKind.JOINED, None, instance))
 
         def stop() -> None:

@@ -38,12 +38,18 @@ HISTORIES: list[tuple[str, list[tuple[float, str]], float, bool]] = [
     ("the trial was answered", [(0, "failed"), (1, "failed"), (7, "picked"), (8, "answered")], 8, False),
     ("two silent polls", [(0, "silent"), (1, "silent")], 2, False),
     ("three silent polls", [(0, "silent"), (1, "silent"), (2, "silent")], 3, True),
-    ("a poll that succeeds ends what polls began", [(0, "silent"), (1, "silent"), (2, "silent"), (3, "told")], 3, False),
+    ("it answers requests, if not polls", [(0, "silent"), (1, "silent"), (1, "answered"), (2, "silent")], 3, False),
+    (
+        "a good poll ends what polls began",
+        [(0, "silent"), (1, "silent"), (2, "silent"), (3, "told")],
+        3,
+        False,
+    ),
     ("and not what requests began", [(0, "failed"), (1, "failed"), (2, "told")], 3, True),
 ]
 
 
-@pytest.mark.parametrize("name, history, now, out", HISTORIES, ids=[row[0] for row in HISTORIES])
+@pytest.mark.parametrize(("name", "history", "now", "out"), HISTORIES, ids=[row[0] for row in HISTORIES])
 def test_histories(name: str, history: list[tuple[float, str]], now: float, out: bool) -> None:
     liveness = fresh()
     for at, what in history:
@@ -83,7 +89,8 @@ def test_another_process_has_no_past_and_a_gone_one_is_forgotten() -> None:
     liveness.retain([One("a", "2"), One("b")])
     assert liveness.out(1).keys() == {"b"}
     liveness.retain([One("a", "2")])
-    assert liveness.out(1) == {} and liveness.next_change is None
+    assert liveness.out(1) == {}
+    assert liveness.next_change is None
     assert not liveness.failed("b", 1, "refused")
 
 

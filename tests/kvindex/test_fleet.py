@@ -233,6 +233,16 @@ def test_remove_of_another_incarnation_is_late_news(incarnation: str | None, rem
     assert fleet.remove("nobody") is None
 
 
+def test_who_has_taken_the_snapshot_hears_later_changes_alone() -> None:
+    fleet = Fleet()
+    fleet.upsert(PROCESS)
+    seen: list[FleetChange] = []
+    fleet.listen(seen.append, present=False)
+    assert seen == []
+    fleet.remove("engine-1")
+    assert [change.kind for change in seen] == [ChangeKind.LEFT]
+
+
 def test_listener_hears_present_then_later_until_stopped(caplog: pytest.LogCaptureFixture) -> None:
     fleet = Fleet()
     fleet.upsert(PROCESS)
