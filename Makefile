@@ -30,7 +30,7 @@ lint: $(VENV)/.test
 bench: $(VENV)/.bench
 	@$(PY) -m tests.bench $(ARGS)
 
-faults: $(VENV)/.test # root, iproute2 and libfaketime add the half-open network, the full disk, the memory limit and the clock
+faults: $(VENV)/.test # as root it adds the half-open network, the full file system and the memory limit
 	@rm -f $(VENV)/.faults.jsonl
 	@KVCAR_FAULTS=$(VENV)/.faults.jsonl $(PY) -m pytest tests/faults -m '' $(ARGS)
 	@$(PY) -m tests.faults.page $(VENV)/.faults.jsonl docs/reliability.md

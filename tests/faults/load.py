@@ -156,4 +156,5 @@ class Load:
             await asyncio.sleep(0.05)  # a client that hammers a closed port would only measure itself
         self._open -= 1
         self.seen.append(Seen(request_id, began, time.monotonic(), error))
+        await asyncio.sleep(0.02)  # clients think a little, and leave some of the cores to the others
         return text

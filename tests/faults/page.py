@@ -1,7 +1,7 @@
 """Figures of the fault tests, and the page made of them.
 
 KVCAR_FAULTS=FILE pytest tests/faults     each test adds a line of JSON to FILE
-python -m tests.faults.page FILE          prints docs/reliability.md
+python -m tests.faults.page FILE PAGE     writes PAGE, docs/reliability.md
 """
 
 from __future__ import annotations

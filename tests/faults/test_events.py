@@ -23,13 +23,13 @@ async def views_are_true(stack: FaultStack) -> float:
     return took
 
 
-@pytest.mark.parametrize(("count", "reset"), [
-    pytest.param(1, False, id="one"),
-    pytest.param(1, True, id="one, connections lost", marks=pytest.mark.faults),
-    pytest.param(3, False, id="all", marks=pytest.mark.faults),
-    pytest.param(3, True, id="all, connections lost"),
+@pytest.mark.parametrize(("count", "reset", "seconds"), [
+    pytest.param(1, False, 2, id="one"),
+    pytest.param(1, True, 8, id="one, connections lost", marks=pytest.mark.faults),
+    pytest.param(3, False, 8, id="all", marks=pytest.mark.faults),
+    pytest.param(3, True, 2, id="all, connections lost"),
 ])  # fmt: skip
-async def test_partition(stack: FaultStack, record: Recorder, count: int, reset: bool) -> None:
+async def test_partition(stack: FaultStack, record: Recorder, count: int, reset: bool, seconds: float) -> None:
     relays = [relay for engine in stack.engines[:count] for relay in engine.relays]  # type: ignore[attr-defined]
     async with Load(stack.url) as load:
         load.mark()
@@ -37,7 +37,7 @@ async def test_partition(stack: FaultStack, record: Recorder, count: int, reset:
             relay.stall()
             if reset:
                 relay.reset()
-        await load.more(80)
+        await load.lasting(seconds)
         await load.end()
     figures = load.figures(stack.envoy)
     for relay in relays:
@@ -46,7 +46,7 @@ async def test_partition(stack: FaultStack, record: Recorder, count: int, reset:
     who = "one engine" if count == 1 else "all engines"
     how = "and its connections are lost" if reset else "connections stay open"
     record.add(
-        "Events and network", f"no KV events from {who}, {how}", figures,
+        "Events and network", f"no KV events from {who} for {seconds} s, {how}", figures,
         saw="answers; cache hits there count as before until the loss is noticed" if not reset else
         "answers; that cache counts as unknown", recovered="views equal the engines' caches", seconds=took,
     )  # fmt: skip

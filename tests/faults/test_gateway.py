@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -32,8 +33,6 @@ async def test_envoy_killed(stack: FaultStack, record: Recorder) -> None:
     away = [one for one in load.seen if one.error and one.ended >= killed]
     late = [one for one in away if one.began > up]
     figures = load.figures()
-    from dataclasses import replace
-
     figures = replace(figures, failed=len(late), excused=len(away) - len(late))
     record.add(
         "Envoy and clients", "Envoy killed and started again", figures,

@@ -242,5 +242,7 @@ async def test_killed_for_its_memory(stack: FaultStack, record: Recorder) -> Non
     await asyncio.to_thread(stack.settle)
 
 
-def in_flight(kvcar: KvcarProcess) -> int:
-    return sum(row["in_flight"] for pool in kvcar.get("/status")["pools"] for row in pool["instances"])
+def in_flight(kvcar: KvcarProcess, engine: str | None = None) -> int:
+    """Requests that kvcar counts, at one engine or at all."""
+    rows = [row for pool in kvcar.get("/status")["pools"] for row in pool["instances"]]
+    return sum(row["in_flight"] for row in rows if engine in (None, row["name"]))

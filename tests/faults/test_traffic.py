@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -19,7 +20,7 @@ from tests.real.harness import EnvoyProcess, wait_for
 STREAMS = 1300
 
 
-def body(*, stream: bool, tokens: int, prompt: str = "Once upon a time", **extra: object) -> bytes:
+def body(*, stream: bool, tokens: int, prompt: str | list[int] = "Once upon a time", **extra: object) -> bytes:
     return json.dumps(
         {"model": "demo", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": stream, **extra}
     ).encode()
@@ -82,8 +83,6 @@ async def test_many_streams(stack: FaultStack, record: Recorder) -> None:
         await load.more(20)
         await load.end()
     figures = load.figures()
-    from dataclasses import replace
-
     record.add(
         "Envoy and clients", f"{STREAMS:,} streams open at once",
         replace(figures, requests=STREAMS, failed=len(bad), usual=0, median=0, worst=0),
@@ -96,10 +95,10 @@ async def test_many_streams(stack: FaultStack, record: Recorder) -> None:
 
 @pytest.mark.parametrize("mode", ["buffered", pytest.param("full duplex", marks=pytest.mark.faults)])
 async def test_large_bodies(stack: FaultStack, record: Recorder, mode: str) -> None:
-    """16 MiB, of which the prompt is little; and 16 MiB of prompt, which the engine refuses in its own words."""
+    """16 MiB, of which the prompt is little; and 16 MiB of token ids, which the engine refuses in its own words."""
     envoy = stack.gateway(mode)
     padded = body(stream=False, tokens=2, user="x" * (16 << 20))
-    prompt = body(stream=False, tokens=2, prompt="word " * ((16 << 20) // 5))
+    ids = body(stream=False, tokens=2, prompt=[1000 + number % 5000 for number in range((16 << 20) // 6)])
     statuses: list[int] = []
 
     async def send(session: aiohttp.ClientSession, data: bytes) -> int:
@@ -112,14 +111,14 @@ async def test_large_bodies(stack: FaultStack, record: Recorder, mode: str) -> N
         load.mark()
         for _ in range(2):
             statuses += await asyncio.gather(*(send(session, padded) for _ in range(3)))
-        refused = await send(session, prompt)
+        refused = await send(session, ids)
         await load.more(10)
         await load.end()
     took = await idle(stack)
     figures = load.figures(envoy)
     record.add(
         "Envoy and clients", f"16 MiB a body, three at a time, {mode} bodies (figures: the small requests beside them)",
-        figures, saw="answers; a prompt of 16 MiB gets the engine's own 400", recovered="nothing in flight",
+        figures, saw="answers; 16 MiB of token ids get the engine's own 400", recovered="nothing in flight",
         seconds=took,
     )  # fmt: skip
     assert set(statuses) == {200}

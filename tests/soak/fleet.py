@@ -290,7 +290,9 @@ class Soak:
                 body = {"model": "demo", "messages": messages}
                 url = f"http://{self.kvcar[0].admin}/v1/internal/kv-cache/query"
                 async with session.post(url, json=body) as answer:
-                    hits = {row["name"]: row["device_hit_tokens"] for row in (await answer.json())["instances"]}
+                    hits = {
+                        row["instance_name"]: row["device_hit_tokens"] for row in (await answer.json())["instances"]
+                    }
                 for name, server in self.fleet.serving.items():
                     engine = f"http://127.0.0.1:{server.port}"
                     async with session.post(f"{engine}/v1/chat/completions/render", json=body) as answer:

@@ -6,6 +6,7 @@ seconds of trouble: KVCAR_SOAK_SECONDS (default 20; `make soak` 1800)
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -29,6 +30,8 @@ async def test_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with capsys.disabled():
             print(text, flush=True)
 
+    # The engines in this process log each client that leaves, with a traceback.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     soak = Soak(tmp_path, seed=int(os.environ.get("KVCAR_SOAK_SEED", "1")))
     async with soak.running():
         await soak.trouble(WARM_UP)
