@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -12,11 +13,11 @@ from tests.faults.page import Recorder
 from tests.faults.relay import RelayedEngine
 from tests.real.harness import EnvoyProcess, Stack, free_port
 
-ENGINE = {
+ENGINE: dict[str, Any] = {
     "block_size": 16, "blocks": 2048, "prefill_rate": 40_000, "decode_rate": 200, "max_model_len": 32_000,
     "max_seqs": 1024,
 }  # fmt: skip
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "limits": {"max_body_bytes": 32 << 20},
     "listen": {"drain_wait_ms": 2500, "drain_grace_ms": 10_000},
     "pool": {"load": {"source": "prometheus"}},

@@ -17,6 +17,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 import pytest
@@ -69,8 +70,9 @@ class Cable:
         self.near, self.far = near, far
         near(lambda: ip(f"link add kv0 type veth peer name kv1 netns {far.thread_id}"))
         for side, device, address in ((near, "kv0", NEAR), (far, "kv1", FAR)):
-            for words in ("link set lo up", f"addr add {address}/30 dev {device}", f"link set {device} up"):
-                side(lambda words=words: ip(words))
+            side(partial(ip, "link set lo up"))
+            side(partial(ip, f"addr add {address}/30 dev {device}"))
+            side(partial(ip, f"link set {device} up"))
 
     def cut(self) -> None:
         """To be called on the near side. Frames go to a neighbour that is not there: no error, no reset, no answer."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ HEAD = """\
 # Reliability
 
 What clients saw of each fault through a real Envoy, and how long it took until everything was right again. Generated
-by `make faults` ({machine}, shared; {date}). Every row is a test in `tests/faults/` that fails when a request does.
+by `make faults` ({machine}, {date}). Every row is a test in `tests/faults/` that fails when a request does.
 Each ran under steady traffic of small chats (four or more conversations at a time, half of the answers streamed) with
 three emulated engines; clients, Envoy, engines and kvcar had the same cores, so compare latencies within a row only.
 
@@ -76,7 +75,7 @@ class Recorder:
 
 
 def page(rows: list[dict[str, Any]], *, date: str) -> str:
-    text = HEAD.format(machine=f"{os.cpu_count()} cores, {platform.system()}", date=date)
+    text = HEAD.format(machine=f"{os.cpu_count()} shared cores, load average {os.getloadavg()[2]:.0f}", date=date)
     for group in GROUPS:
         chosen = [row for row in rows if row["group"] == group]
         if not chosen:

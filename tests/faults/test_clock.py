@@ -48,7 +48,7 @@ async def test_clock_jumps(tmp_path: Path, record: Recorder) -> None:
 
         def shifted(low: float, high: float) -> bool:
             (latest,) = stack.kvcar.get("/decisions?limit=1")["decisions"]
-            return low < latest["at"] - time.time() < high
+            return bool(low < latest["at"] - time.time() < high)
 
         since = len(stack.envoy.access_log())
         async with Load(stack.url) as load:

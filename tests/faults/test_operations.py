@@ -27,7 +27,7 @@ async def test_rolling_restart(tmp_path: Path, record: Recorder) -> None:
             began = time.monotonic()
             for replica in stack.replicas:
                 replica.signal(signal.SIGTERM)
-                assert await asyncio.to_thread(lambda one=replica: one.wait(timeout=30)) == 0
+                assert await asyncio.to_thread(replica.wait, timeout=30) == 0
                 replica.start()
                 await asyncio.to_thread(replica.wait_ready)
                 await asyncio.to_thread(stack.envoy.wait_healthy, "extproc", 2)
