@@ -49,11 +49,17 @@ class Push(NamedTuple):
     shutdown: bool
 
 
+STAND_IN_BYTES = 64 << 20
+"""Of one body, the room for what stands for the tokens of blocks that come with hashes of them alone: 131,072 blocks of
+128 tokens. It is made of `block_size`, which any body may say."""
+
+
 class PushDecoder:
-    """One a body: keeps the attention kinds that its events tell."""
+    """One a body: keeps the attention kinds that its events tell, and the room that is left."""
 
     def __init__(self, options: DialectOptions | None = None) -> None:
         self._dialect = Mooncake(options)
+        self._room = STAND_IN_BYTES
         self._pace = self._dialect.options.pace
 
     def decode(self, body: Any) -> Push:
@@ -95,6 +101,10 @@ class PushDecoder:
             flat.setdefault("event_type", flat.pop("type", None))
             takes_away = NAMES.get(str(flat["event_type"])) in ("removed", "cleared")
             tokens_hashes = _blocks(flat)
+            needed = 4 * size * len(tokens_hashes)
+            if needed > self._room:
+                raise Malformed(f"block_size {size} and the tokens_hash of so many blocks are too much for one body")
+            self._room -= needed
             if flat.get("token_ids") and flat.get("block_size") is None:
                 flat["block_size"] = size
             parent = flat.get("parent_hash") if tokens_hashes else None

@@ -981,6 +981,14 @@ def test_pushed(raw: dict[str, Any], expected: PushedEvent) -> None:
     assert push(raw, block_size=4).events == [expected]
 
 
+@pytest.mark.parametrize("size", [2**20, 2**31, 2**70])
+def test_pushed_blocks_of_any_size_cost_no_memory(size: int) -> None:
+    blocks = [{"block_hash": number, "tokens_hash": number} for number in range(20)]
+    found = push({"type": "stored", "blocks": blocks}, {"type": "removed", "block_hashes": [1]}, block_size=size).events
+    assert lost(found[0].event)
+    assert found[1].event == BlockRemoved([1])
+
+
 def test_pushed_envelope() -> None:
     found = push(shutdown=True, model_name="m", tenant_id="t")
     assert found == Push("i", "m", "t", 128, [], True)
