@@ -31,11 +31,12 @@ def applicable(old: Config, new: Config) -> tuple[Config, list[str]]:
     Raises ConfigError where the rest would be wrong without them: headers that tell pairs have to be known to the
     server from the start, else a client's own copies of them would pass.
     """
-    unknown = set(pair_headers(new)) - set(pair_headers(old))
+    waiting = [name for name in FIXED if getattr(old, name) != getattr(new, name)]
+    found = new.model_copy(update={name: getattr(old, name) for name in waiting})
+    unknown = set(pair_headers(found)) - {old.headers.rank, old.headers.prefill, *pair_headers(old)}
     if unknown:
         raise ConfigError(f"pools: the pair headers {', '.join(sorted(unknown))} are new: restart kvcar to use them")
-    waiting = [name for name in FIXED if getattr(old, name) != getattr(new, name)]
-    return new.model_copy(update={name: getattr(old, name) for name in waiting}), waiting
+    return found, waiting
 
 
 def replace_instances(old: Pool, new: Pool) -> Pool:

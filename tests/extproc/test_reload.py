@@ -14,9 +14,10 @@ import yaml
 
 from examples.local.stack import TOKENIZER
 from extproc.app import App
-from extproc.config import load
+from extproc.config import ConfigError, load
 from extproc.registrar import PoolHomes, Registrar
 from extproc.registry import Registry, parse_registration
+from extproc.reload import applicable
 from kvindex.discovery.registered import Registered
 
 ONE = {"name": "a", "address": "127.0.0.2:8000"}
@@ -39,9 +40,6 @@ class Reloading:
             "reload": {"watch": False},
             "pools": [{"name": "qwen", "models": ["qwen3-8b"], "tokenizer": str(TOKENIZER), "instances": [ONE, TWO]}],
         }
-        # one whose instances may be prefill ones: a process that knew of none would refuse sources later
-        registered = {**self.tree["pools"][0], "name": "other", "models": ["other"], "instances": []}
-        self.tree["pools"].append({**registered, "discovery": [{"type": "http"}]})
         self.pool: dict[str, Any] = self.tree["pools"][0]
         self.pool["endpoints_file"] = {"path": str(folder / "eds.json")}
         self.file = folder / "eds.json"
@@ -136,3 +134,33 @@ async def test_hashes_are_remembered_from_the_moment_that_engines_may_register(r
     assert await running.reload(discovery=[{"type": "http"}]) is None
     assert running.app.pools[0].directory.index is index
     assert index.names is not None
+
+
+@pytest.mark.parametrize(
+    ("pool", "more", "refused"),
+    [
+        ({"discovery": [{"type": "http"}]}, {}, ""),  # its pairs are told by a header that is always removed
+        ({"discovery": [{"type": "http"}]}, {"headers": {"prefill": "x-mine"}}, ""),  # which stays what it was
+        ({"discovery": [{"type": "http"}], "pairs": {"profile": "plain"}}, {}, "x-decode-host-port"),
+        (
+            {"instances": [{**ONE, "role": "prefill"}], "pairs": {"profile": "xllm"}},
+            {},
+            "x-decode-name, x-prefill-name",
+        ),
+        ({"pairs": {"profile": "xllm"}}, {}, ""),  # nobody is of a pair
+    ],
+)
+def test_headers_that_the_server_has_to_know_from_the_start(
+    tmp_path: Path, pool: dict[str, Any], more: dict[str, Any], refused: str
+) -> None:
+    site = Reloading(tmp_path)
+    site.write()
+    old = load(site.path)
+    site.pool.update(pool)
+    site.tree.update(more)
+    site.write()
+    if refused:
+        with pytest.raises(ConfigError, match=refused):
+            applicable(old, load(site.path))
+    else:
+        assert applicable(old, load(site.path))[1] == list(more)
