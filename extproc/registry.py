@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvindex.discovery.port_offset import CPU, DISK, MEDIA, NPU
+from kvindex.endpoints import check_address
 from kvindex.errors import ConfigurationError
 from kvindex.fleet import PUSHED, Instance, PoolPublisher, StreamEndpoint
 
@@ -382,6 +383,8 @@ def parse_registration(fields: object, form: str) -> Registration:
     if given.dp_size is not None and given.dp_rank >= given.dp_size:
         raise shape.wrong(f"dp_rank {given.dp_rank} is not below dp_size {given.dp_size}")
     try:
+        if given.address:  # a host name would never be matched, and Envoy refuses a whole endpoints file for it
+            check_address(given.address, literal=True)
         if given.is_pool:
             publisher_of(given)
         else:

@@ -115,7 +115,7 @@ def _pool(pool: Mapping[str, Any], known: Pool) -> dict[str, Any]:
 
 
 def decision_row(number: int, record: Record) -> dict[str, Any]:
-    """A line of the list; candidates come with `GET /v1/internal/decisions/NUMBER`."""
+    """A line of the list; candidates come with `GET /v1/internal/decision?number=`."""
     decision = record.decision
     first = decision.chosen if decision is not None else None
     return {

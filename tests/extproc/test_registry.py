@@ -73,6 +73,7 @@ LONG = "x" * 1001
         ({"medium_endpoints": []}, "object of texts"),
         ({"medium_endpoints": {"cpu": "tcp://*:1"}}, "write the engine's host"),
         ({"address": "10.0.0.1"}, "has no port"),
+        ({"address": "engine-1.llm:8000"}, "Envoy needs an IP address here"),
         ({"role": "leader"}, "'leader' is none of"),
         ({"type": "Mooncake"}, "cannot be pushed"),
     ],
