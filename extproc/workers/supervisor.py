@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -114,6 +115,8 @@ class Supervisor:
         keepers: list[asyncio.Task[None]] = []
         admin = self._admin()
         try:
+            for worker in self.workers:
+                _check_free(worker.address)
             port = await self._bind(admin)
             for worker in self.workers:
                 path = str(admin_socket(self.directory, worker.number))
@@ -250,6 +253,19 @@ class Supervisor:
                 for worker in workers:
                     if worker.process is not None:
                         await worker.process.wait()
+
+
+def _check_free(address: str) -> None:
+    """Said once and at once, before any worker starts and finds out. Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+            probe.listen()  # with SO_REUSEADDR this is what finds another listener
+        except OSError as error:
+            raise ConfigError(f"listen: cannot listen on {address}: {error.strerror or error}") from None
 
 
 def run(config: Config, path: Path, announce: Callable[[dict[str, Any]], None]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import aiohttp
 import pytest
 import yaml
 
-from tests.real.harness import Answer, Client, KvcarProcess, Stack, free_port, http_get, routed, wait_for
+from tests.real.harness import TOKENIZER, Answer, Client, Stack, http_get, routed, wait_for
 
 pytestmark = pytest.mark.real
 
@@ -167,26 +168,6 @@ def test_actions_reach_all_and_a_worker_that_starts_again(stack: Stack) -> None:
     )
 
 
-def test_workers_end_with_their_supervisor(stack: Stack, tmp_path: Path) -> None:
-    config = yaml.safe_load(stack.kvcar.config_path.read_text())
-    config["listen"] |= {"address": "127.0.0.1:0", "drain_wait_ms": 0}
-    config["admin"]["address"] = "127.0.0.1:0"
-    with KvcarProcess(config, tmp_path, name="orphans") as kvcar:
-        kvcar.wait_ready()
-        pids = [row["pid"] for row in kvcar.get("/status")["workers"]]
-        assert all(running(pid) for pid in pids)
-        kvcar.kill()
-        wait_for(lambda: not any(running(pid) for pid in pids), "the workers to end")
-
-
-def running(pid: int) -> bool:
-    """Not a zombie that nobody has waited for either: the supervisor is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def signal_pid(pid: int, number: int) -> None:
     os.kill(pid, number)
 
@@ -231,7 +212,7 @@ def test_sighup_reaches_both(stack: Stack) -> None:
 
 
 def test_sigterm_drains_one_after_the_other(stack: Stack) -> None:
-    """The last of this file: nothing runs afterwards."""
+    """The last one with the stack: nothing runs afterwards."""
 
     async def run() -> tuple[list[Answer], Answer]:
         async with Client(stack.url) as client:
@@ -252,17 +233,23 @@ def test_sigterm_drains_one_after_the_other(stack: Stack) -> None:
     assert first < second
 
 
-def test_a_taken_port_is_said_clearly_and_nothing_stays_behind(stack: Stack, tmp_path: Path) -> None:
-    config = yaml.safe_load(stack.kvcar.config_path.read_text())
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        config["listen"] |= {"address": f"127.0.0.1:{port - 1}", "drain_wait_ms": 0}
-        config["admin"]["address"] = f"127.0.0.1:{free_port()}"
-        kvcar = KvcarProcess(config, tmp_path, name="taken")
-        kvcar.start()
-        status = kvcar.wait(timeout=60.0)
-        kvcar.stop()
-    assert status == 2, kvcar.log()
-    assert f"127.0.0.1:{port}: the port is in use" in kvcar.log()
+def test_a_worker_ends_with_its_supervisor(tmp_path: Path) -> None:
+    """Also with one that was killed: the end of its input is what a worker sees of it."""
+    instance = {"name": "a", "address": "127.0.0.1:1", "events": "tcp://127.0.0.1:1"}
+    config = {
+        "listen": {"drain_wait_ms": 0},
+        "pools": [
+            {"name": "p", "models": ["m"], "tokenizer": str(TOKENIZER), "block_size": 16, "instances": [instance]}
+        ],
+    }
+    path = tmp_path / "kvcar.yaml"
+    path.write_text(yaml.safe_dump(config))
+    place = ["--number", "0", "--count", "2", "--address", "127.0.0.1:0", "--directory", str(tmp_path)]
+    command = [sys.executable, "-m", "extproc.workers", "--config", str(path), *place]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        assert worker.stdin is not None
+        assert b"ext_proc" in worker.stdout.readline()
+        assert worker.poll() is None
+        worker.stdin.close()
+        assert worker.wait(30) == 0

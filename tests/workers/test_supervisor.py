@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,9 +37,9 @@ while True:
 """
 
 
-def config(*, drain_wait_ms: int = 0, admin: str = "127.0.0.1:0") -> Config:
+def config(*, drain_wait_ms: int = 0, admin: str = "127.0.0.1:0", listen: str = "127.0.0.1:0") -> Config:
     return parse(
-        f"listen: {{address: '127.0.0.1:0', workers: 2, drain_wait_ms: {drain_wait_ms}, drain_grace_ms: 5000}}\n"
+        f"listen: {{address: '{listen}', workers: 2, drain_wait_ms: {drain_wait_ms}, drain_grace_ms: 5000}}\n"
         f"admin: {{address: '{admin}'}}\n"
         "pools: [{name: p, models: [m], tokenizer: t, instances: [{name: a, address: '10.0.0.1:1'}]}]\n"
     )
@@ -158,3 +159,14 @@ async def test_a_taken_admin_port(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot listen on"):
         await second.task
     await first.stop()
+
+
+async def test_a_taken_port_of_the_second_worker(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        running = Running(tmp_path, listen=f"127.0.0.1:{port - 1}")
+        with pytest.raises(ConfigError, match=f"127.0.0.1:({port}|{port - 1}): Address already in use"):
+            await running.task
+    assert not (tmp_path / "starts-0").exists(), "nothing was started"
