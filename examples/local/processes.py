@@ -204,7 +204,7 @@ class Process:
     def __exit__(self, kind: object, *_: object) -> None:
         self.stop()
 
-    def _wait_for(self, condition: Callable[[], T | None], what: str, *, timeout: float = 30.0) -> T:
+    def _wait_for(self, condition: Callable[[], T | None], what: str, *, timeout: float = 60.0) -> T:
         def fail() -> None:
             if not self.running:
                 raise NotReady(
