@@ -210,7 +210,7 @@ class Soak:
         elif kind == "lost events":
             fleet.serving[name].faults.drop = rng.randrange(1, 4)
         elif kind == "gap":
-            fleet.serving[name].faults.lose = 1
+            fleet.serving[name].faults.gap = 1
         elif kind == "reload":
             self.kvcar[0].signal(signal.SIGHUP)
         else:
@@ -246,7 +246,7 @@ class Soak:
             await fleet.leave(fleet.away[-1])
         fleet.tell()
         for server in fleet.serving.values():
-            server.faults.drop = server.faults.lose = 0
+            server.faults.drop = server.faults.gap = 0
         await self.in_step()
         await asyncio.to_thread(self.envoy.wait_healthy, "extproc", 2)
         return await asyncio.to_thread(held, self.kvcar[0])

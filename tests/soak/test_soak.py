@@ -59,7 +59,7 @@ async def test_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         }  # fmt: skip
         RESULT.write_text(json.dumps(row) + "\n", encoding="utf-8")
     assert not traffic.failed, traffic.failed
-    assert differences == []
+    assert not differences, "\n".join(differences)
     assert sum(row["in_flight"] for pool in status["pools"] for row in pool["instances"]) == 0
     labels = {name.partition('engine="')[2].partition('"')[0] for name in series}
     assert labels <= soak.fleet.serving.keys(), "no label of an engine that has left"
