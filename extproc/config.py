@@ -27,6 +27,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from extproc.config_keys import meant
 from extproc.config_types import Address, HeaderName, HttpUrl, Node, RequestPath
 from extproc.config_types import ConfigError as ConfigError
 from extproc.decision import PROFILES, Profile
@@ -363,7 +364,9 @@ class Config(Node):
         _unique((pool.name for pool in self.pools), "pools", "name")
         _unique((name for pool in self.pools for name in pool.models + pool.adapters), "pools", "model name")
         _unique((item.name for pool in self.pools for item in pool.instances), "pools", "instance name")
-        _unique((pool.endpoints_file.path for pool in self.pools if pool.endpoints_file), "pools", "endpoints_file.path")
+        _unique(
+            (pool.endpoints_file.path for pool in self.pools if pool.endpoints_file), "pools", "endpoints_file.path"
+        )
         if self.listen.address == self.admin.address and not self.listen.address.endswith(":0"):
             raise ValueError(
                 f"listen.address and admin.address are both {self.listen.address}: each needs its own port"
@@ -426,7 +429,8 @@ def parse_as(kind: type[Tree], text: str, name: str, *, needs: str) -> Tree:
     except ValueError as error:  # a number of thousands of digits, an impossible date
         raise ConfigError(f"{name}: not valid YAML: {error}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{name}: must be a mapping with at least the key '{needs}'; the file holds {_short(tree)}")
+        holds = "is empty" if tree is None else f"holds {_short(tree)}"
+        raise ConfigError(f"{name}: must be a mapping with at least the key '{needs}'; the file {holds}")
     try:
         plain = _tuples(tree)
     except RecursionError:
@@ -440,7 +444,7 @@ def parse_as(kind: type[Tree], text: str, name: str, *, needs: str) -> Tree:
     except ValidationError as error:
         # pydantic counts items with errors as missing: that a list is too short then is no mistake of its own
         found = [item for item in error.errors() if not (item["type"] == "too_short" and item["input"])]
-        raise ConfigError("\n".join(_line(name, node, item) for item in found)) from None
+        raise ConfigError("\n".join(_line(kind, name, node, item) for item in found)) from None
 
 
 def _tuples(value: Any) -> Any:
@@ -468,7 +472,7 @@ def _unique(values: Iterable[Hashable], where: str, what: str) -> None:
 _UNION_TAGS = {"int", "constrained-int", "literal['auto']", "function-after", "str"}
 
 
-def _line(name: str, root: yaml.Node | None, error: ErrorDetails) -> str:
+def _line(kind: type[BaseModel], name: str, root: yaml.Node | None, error: ErrorDetails) -> str:
     """'file:line: path: what is wrong (got value)' for one pydantic error."""
     path, node = "", root
     for part in error["loc"]:
@@ -479,6 +483,10 @@ def _line(name: str, root: yaml.Node | None, error: ErrorDetails) -> str:
         node = below if below is not None else node
     line = f":{node.start_mark.line + 1}" if node is not None else ""
     message = _MESSAGES.get(error["type"], error["msg"]).removeprefix("Value error, ")
+    message = message.format(**error.get("ctx", {})) if error["type"] in _MESSAGES else message
+    message = message.replace("Input should be", "must be", 1)
+    if error["type"] == "extra_forbidden" and (key := meant(kind, error["loc"])):
+        message = message.replace("key;", f"key, did you mean '{key}'?", 1)
     got = (
         ""
         if error["type"] in ("missing", "extra_forbidden") or isinstance(error["input"], dict)
@@ -494,6 +502,8 @@ _MESSAGES = {
     "extra_forbidden": "unknown key; `kvcar example-config` prints every key",
     "tuple_type": "must be a list",
     "too_short": "must hold at least 1 entry",
+    "union_tag_invalid": "type '{tag}' is not known, expected one of {expected_tags}",
+    "union_tag_not_found": "the key 'type' is required",
 }
 
 

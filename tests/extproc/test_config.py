@@ -29,7 +29,7 @@ def pool(extra: str) -> str:
 
 BAD = [
     # text, words that the error has to contain
-    ("", ["c.yaml", "must be a mapping"]),
+    ("", ["c.yaml", "must be a mapping", "the file is empty"]),
     ("pools: [", ["c.yaml:1", "not valid YAML"]),
     ("a: 1\na: 2\npools: []", ["c.yaml:2", "'a' is given twice"]),
     ("a: &a [*a]\npools: *a", ["alias"]),
@@ -47,7 +47,14 @@ BAD = [
     ("pools: []", ["c.yaml:1", "pools", "at least 1"]),
     ("{}", ["pools", "required"]),
     (GOOD + "listne: {}\n", ["c.yaml", "listne", "unknown key", "example-config"]),
-    (pool("block_sise: 16"), ["pools[0].block_sise", "unknown key", "c.yaml:8"]),
+    (pool("block_sise: 16"), ["pools[0].block_sise", "unknown key, did you mean 'block_size'?", "c.yaml:8"]),
+    (GOOD.replace("events:", "evnts:"), ["pools[0].instances[0].evnts", "did you mean 'events'?"]),
+    (pool("sessions: {heder: x}"), ["pools[0].sessions.heder", "did you mean 'header'?"]),
+    (pool("discovery: [{type: file, pth: /x}]"), ["pools[0].discovery[0].pth", "did you mean 'path'?"]),
+    (pool("discovery: [{type: fil, path: /x}]"), ["pools[0].discovery[0]", "type 'fil' is not known", "'file'"]),
+    (pool("discovery: [{path: /x}]"), ["pools[0].discovery[0]", "the key 'type' is required"]),
+    (pool("zzz: 1"), ["pools[0].zzz: unknown key; `kvcar"]),
+    ("log: {level: verbose}\n" + GOOD, ["log.level: must be 'debug', 'info'"]),
     (pool("block_size: 0"), ["pools[0].block_size", "c.yaml:8", "(got 0)"]),
     (pool("block_size: '16'"), ["pools[0].block_size", "'16'"]),
     (pool("block_size: huge"), ["pools[0].block_size", "'auto'", "'huge'"]),

@@ -254,9 +254,9 @@ def test_without_the_extra_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) 
     ("given", "words"),
     [
         ({"endpoint": "collector:4317"}, "tracing.endpoint: must be a URL"),
-        ({"sample_ratio": 1.5}, "tracing.sample_ratio: Input should be less than or equal to 1"),
+        ({"sample_ratio": 1.5}, "tracing.sample_ratio: must be less than or equal to 1"),
         ({"protocol": "udp"}, "tracing.protocol"),
-        ({"headers": {"x-key": 5551234}}, "tracing.headers.x-key: Input should be a valid string"),
+        ({"headers": {"x-key": 5551234}}, "tracing.headers.x-key: must be a valid string"),
         ({"headers": {"x-key": "s3cret\n"}}, "tracing.headers.x-key: the value of a header must be printable ASCII"),
         ({"headers": {"X-Key": "s3cret"}}, "must be a lower-case header name"),
     ],
