@@ -35,6 +35,7 @@ class Fake:
         self.gate = threading.Event()
         self.wrong = False
         self.held = 0
+        self.threads: list[int] = []
 
     @property
     def texts(self) -> list[str]:
@@ -42,6 +43,7 @@ class Fake:
 
     def __call__(self, texts: Sequence[str], special: bool) -> list[bytes]:
         self.calls.append(list(texts))
+        self.threads.append(threading.get_ident())
         if any("H" in text for text in texts):
             self.held += 1
             assert self.gate.wait(WAIT)
@@ -69,11 +71,14 @@ Make = Callable[..., Encoder]
 os.environ["RUST_BACKTRACE"] = "0"
 
 
+DEFAULTS = {"verify_every": 0, "inline_bytes": 0}
+
+
 @pytest.fixture
 def make(fake: Fake) -> Iterator[Make]:
     with ThreadPoolExecutor(2) as executor:
         yield lambda **options: Encoder(
-            fake, executor, **{"cutter": Cutter([D], min_piece=1), "around": ([1], [2]), "verify_every": 0, **options}
+            fake, executor, **{**DEFAULTS, "cutter": Cutter([D], min_piece=1), "around": ([1], [2]), **options}
         )
         fake.gate.set()
 
@@ -179,6 +184,33 @@ async def test_the_librarys_panic_is_survived(caplog: pytest.LogCaptureFixture) 
             await tokens(encoder, "secretb_\n\n\n\n")
         assert await tokens(encoder, "ab") == encode(["ab"], False)[0]
     assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "inline"),
+    [
+        (f"{D}a{D}b{D}new{D}a", True),
+        (f"{D}new{D}a{D}new", True),  # the same new piece twice
+        (f"{D}a{D}" + "x" * 20, True),  # 21 bytes with its delimiter
+        (f"{D}a{D}" + "x" * 21, False),
+        (f"{D}a{D}B", True),  # cannot be encoded
+    ],
+)
+async def test_a_little_new_text_needs_no_thread(make: Make, fake: Fake, text: str, inline: bool) -> None:
+    encoder = make(inline_bytes=20 + len(D.encode()))
+    await tokens(encoder, f"{D}a{D}b")
+    here, before = threading.get_ident(), len(fake.calls)
+    fake.threads.clear()
+    if "B" in text:
+        with pytest.raises(TokenizerError):
+            await tokens(encoder, text)
+        assert encoder.stats.failed == 1
+    else:
+        assert await tokens(encoder, text) == fake_ids(text)
+        assert await tokens(encoder, text) == fake_ids(text)
+        assert len(fake.calls) == before + 1
+    assert {thread == here for thread in fake.threads} == {inline}
+    encoder.cache.check()
 
 
 def large(mark: str, pieces: int = 6) -> str:
