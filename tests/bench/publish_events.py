@@ -3,8 +3,8 @@
     python -m tests.bench.publish_events BLOCKS_PER_SECOND [--snapshots PER_SECOND]
 
 Prints its endpoint, waits for a subscriber, and sends until its input ends: stored events of 16 blocks, eight a
-message, and after a while the removal of the same, so that a follower's index keeps its size. --snapshots sends messages
-of 8 MiB in between: one batch of some 6,000 stored events, and next time their removal.
+message, and after a while the removal of the same, so that a follower's index keeps its size. --snapshots sends
+messages of 8 MiB in between: one batch of some 6,000 stored events, and next time their removal.
 """
 
 from __future__ import annotations
