@@ -216,7 +216,9 @@ class PrometheusPoller:
             # No limit on connections: several targets may share a host, and a frozen one must not hold up the others.
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(headers=self._headers, connector=connector)
-        async with asyncio.timeout(self._timeout), self._session.get(url) as response:
+        # an engine must not send us elsewhere
+        asked = self._session.get(url, allow_redirects=False)
+        async with asyncio.timeout(self._timeout), asked as response:
             if response.status != 200:
                 raise InvalidReport(f"{url} answered {response.status}")
             body = bytearray()

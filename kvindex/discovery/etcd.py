@@ -152,7 +152,8 @@ class EtcdSource:
     async def _healthy(self, session: aiohttp.ClientSession, address: str) -> bool:
         timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT)
         try:
-            async with session.get(f"http://{address}{self._health_path}", timeout=timeout) as response:
+            url = f"http://{address}{self._health_path}"
+            async with session.get(url, timeout=timeout, allow_redirects=False) as response:
                 return response.status == 200
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
             return False

@@ -491,19 +491,23 @@ async def test_poller_refused_and_overlong_pages() -> None:
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(text="# " + "x" * 5000 + "\nvllm:num_requests_waiting 1")
 
+    async def elsewhere(request: web.Request) -> web.Response:
+        raise web.HTTPFound("/metrics")
+
     app = web.Application()
     app.router.add_get("/metrics", metrics)
+    app.router.add_get("/elsewhere", elsewhere)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
     poller = PrometheusPoller(interval=0.02, max_bytes=1000)
+    pages = {"big": "metrics", "gone": "none", "sly": "elsewhere"}
     try:
-        poller.update(
-            [Target("big", f"http://127.0.0.1:{port}/metrics"), Target("gone", f"http://127.0.0.1:{port}/none")]
-        )
-        await until(lambda: len(poller.reports.status) == 2)
+        poller.update([Target(name, f"http://127.0.0.1:{port}/{page}") for name, page in pages.items()])
+        await until(lambda: len(poller.reports.status) == 3)
+        await until(lambda: "answered 302" in poller.reports.status["sly"].error)
         await until(lambda: "longer than 1000" in poller.reports.status["big"].error)
         await until(lambda: "answered 404" in poller.reports.status["gone"].error)
     finally:
