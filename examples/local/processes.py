@@ -233,7 +233,7 @@ class KvcarProcess(Process):
             line, newline, _ = self.out_path.read_text(encoding="utf-8").partition("\n")
             return json.loads(line) if newline else None
 
-        found = self._wait_for(ports, "the line with its ports")
+        found = self._wait_for(ports, "the line with its ports", timeout=60.0)
         self.ext_proc, self.admin = found["ext_proc"], found["admin"]
 
     def get(self, path: str) -> Any:

@@ -28,6 +28,7 @@ starts.write_text(str(int(starts.read_text()) + 1 if starts.exists() else 1))
 if (folder / f"broken-{number}").exists():
     sys.exit(7)
 def end(*_):
+    time.sleep(0.3 if (folder / f"slow-{number}").exists() else 0)
     (folder / f"ended-{number}").write_text(str(time.monotonic_ns()))
     sys.exit(0)
 signal.signal(signal.SIGTERM, end)
@@ -92,7 +93,7 @@ async def test_a_first_start_that_fails_ends_all(tmp_path: Path) -> None:
     assert not running.supervisor.directory.exists()
 
 
-async def test_a_dead_worker_starts_again_with_back_off(tmp_path: Path) -> None:
+async def test_a_dead_worker_starts_again_with_back_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     running = Running(tmp_path)
     await running.until(lambda: running.announced)
     assert [row["state"] for row in running.supervisor.rows()] == ["running", "running"]
@@ -110,6 +111,8 @@ async def test_a_dead_worker_starts_again_with_back_off(tmp_path: Path) -> None:
     await running.until(lambda: running.row(1)["restarts"] >= 5 and running.row(1)["last_exit_status"] == 7)
     assert running.row(1)["last_exit_status"] == 7
     assert list(running.supervisor.sessions()) == [0]
+    told = [record.message.rpartition("again in ")[2] for record in caplog.records if "starts again" in record.message]
+    assert told[:5] == ["0.01 s", "0.02 s", "0.04 s", "0.08 s", "0.16 s"]
     (tmp_path / "broken-1").unlink()
     await running.until(lambda: running.row(1)["state"] == "running")
     assert list(running.supervisor.sessions()) == [0, 1], "those that run longest first"
@@ -118,6 +121,7 @@ async def test_a_dead_worker_starts_again_with_back_off(tmp_path: Path) -> None:
 
 
 async def test_one_drains_after_the_other(tmp_path: Path) -> None:
+    (tmp_path / "slow-0").touch()
     running = Running(tmp_path, drain_wait_ms=5000)
     await running.until(lambda: running.announced)
     await running.stop()
