@@ -37,8 +37,8 @@ GOALS = (
     Goal(
         "pack and chain against Dynamo's block hash, block 16",
         r"^pack and chain .* block 16 ", 1.8, 1.0,
-        "One call into xxhash and one bytes slice a block, about 140 ns, is what CPython needs; Dynamo makes all of them "
-        "in one call and pays for the list of Python ints once. The chain makes 16-byte keys instead of 8, so "
+        "One call into xxhash and one bytes slice a block, about 140 ns, is what CPython needs; Dynamo makes all of "
+        "them in one call and pays for the list of Python ints once. The chain makes 16-byte keys instead of 8, so "
         "that two prompts never share one by chance.",
     ),
     Goal(

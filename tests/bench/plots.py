@@ -14,7 +14,7 @@ OURS, THEIRS, FLOOR = "#1f6f8b", "#b8b8b8", "#d98f4e"
 
 
 def draw(report: Report, folder: Path) -> list[str]:
-    """Writes folder/bench/NAME.svg of what the rows suffice for; returns the paths in `folder`. [] without matplotlib."""
+    """Writes folder/bench/NAME.svg of what the rows suffice for; returns their paths in it. [] without matplotlib."""
     try:
         import matplotlib
     except ImportError:
