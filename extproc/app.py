@@ -263,7 +263,7 @@ class App:
         while time.monotonic() < deadline:
             if all(settled(report) for pool in self.pools for report in pool.directory.status()):
                 break
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)
         if self.replicas is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())):

@@ -63,6 +63,8 @@ def _path(text: str) -> str:
 def _url(text: str) -> str:
     if not text.startswith(("http://", "https://")) or len(text.split("/", 3)[2]) == 0:
         raise ValueError("must be a URL such as http://10.0.0.1:8000/metrics")
+    if "@" in text.split("/", 3)[2]:
+        raise ValueError("must hold no user or password: they would be shown in logs and status pages")
     return text
 
 

@@ -9,6 +9,7 @@ kvcar starts. What cannot be written is tried again; Envoy goes on with the file
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -23,6 +24,8 @@ SETTLE = 0.02
 """Seconds: changes that come together are written together."""
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 30.0
+
+_NUMBERS = itertools.count()
 
 HEALTH = {
     InstanceState.ACTIVE: "HEALTHY",
@@ -52,7 +55,7 @@ def render(cluster: str, instances: Iterable[Instance]) -> str:
 
 def replace_file(path: Path, text: str) -> None:
     """Blocking. Readers see the old content or the new one, whole. Raises OSError; then the old one is untouched."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{next(_NUMBERS)}.new")
     try:
         with beside.open("w", encoding="utf-8") as file:
             file.write(text)

@@ -21,6 +21,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+BUSY = 1.0
+"""Seconds for which an answer shows that an engine lives."""
+
 
 class Process(Protocol):
     @property
@@ -32,6 +35,7 @@ class Process(Protocol):
 @dataclass(slots=True)
 class _Record:
     incarnation: str
+    answered_at: float = float("-inf")
     failed: int = 0
     failed_polls: int = 0
     out_until: float | None = None
@@ -81,12 +85,13 @@ class Liveness:
         self._records = kept
         self._plan()
 
-    def answered(self, name: str) -> bool:
+    def answered(self, name: str, now: float) -> bool:
         """It answered a request. True = it is back among the candidates."""
         record = self._records.get(name)
         if record is None:
             return False
         was_out = record.out_until is not None
+        record.answered_at = now
         record.failed = record.failed_polls = record.times_out = 0  # alive, however long its metrics take
         record.out_until = record.trial_until = None
         record.reason = ""
@@ -95,9 +100,13 @@ class Liveness:
         return was_out
 
     def failed(self, name: str, now: float, reason: str) -> bool:
-        """A request could not be served by it. True = it is out from now on."""
+        """A request could not be served by it. True = it is out from now on.
+
+        Without effect within `BUSY` of an answer: an engine that answers some requests and refuses others is full, not
+        dead, and to leave it out would only move its load to the others.
+        """
         record = self._records.get(name)
-        if record is None:
+        if record is None or now - record.answered_at < BUSY:
             return False
         record.failed += 1
         return self._count(record, now, reason, record.failed >= self._failures, by_poll=False)

@@ -211,10 +211,10 @@ class Pool:
         if self._after is not None:
             self._after.answered(address)
             return
-        name = self.inflight.by_address.get(address)
-        if self.liveness is not None and name is not None and self.liveness.answered(name):
+        name, now = self.inflight.by_address.get(address), time.monotonic()
+        if self.liveness is not None and name is not None and self.liveness.answered(name, now):
             log.info("instance %s answers again", name)
-            self._select(time.monotonic())
+            self._select(now)
 
     def failed(self, address: str, now: float, reason: str) -> None:
         """The gateway could not have a request served there."""

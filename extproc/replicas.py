@@ -23,7 +23,9 @@ import aiohttp
 from extproc.pool import Pool
 from kvindex import exchange
 from kvindex.directory import StreamReport
+from kvindex.errors import DecodeError
 from kvindex.exchange import Refused
+from kvindex.transfer import unpack
 
 log = logging.getLogger(__name__)
 
@@ -116,8 +118,9 @@ class Replicas:
                 except (aiohttp.ClientConnectionError, TimeoutError, OSError):
                     peers.remove((address, host))
                     raise
-                count = await _done(exchange.take(directory, instance, rank, body), self._timeout)
-            except Refused as error:
+                header, blocks = await asyncio.to_thread(unpack, body)
+                count = await _done(exchange.take(directory, instance, rank, header, blocks), self._timeout)
+            except (Refused, DecodeError) as error:
                 reason = f"{address}: {error}"
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 reason = f"{address}: {type(error).__name__}: {error}".removesuffix(": ")

@@ -7,14 +7,14 @@ taker   begin() -> ... the bytes of a giver ... -> take()        (we ask a peer)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
 from kvindex.directory import Directory, Stream
-from kvindex.errors import DecodeError
+from kvindex.events import BlocksMapped
 from kvindex.sync import StreamSync
-from kvindex.transfer import Header, pack, unpack
+from kvindex.transfer import Header, pack
 
 T = TypeVar("T")
 
@@ -53,14 +53,13 @@ def begin(directory: Directory, instance: str, dp_rank: int) -> Future[None]:
     return _do(directory, instance, dp_rank, work)
 
 
-def take(directory: Directory, instance: str, dp_rank: int, body: bytes) -> Future[int]:
-    """Takes over what a peer gave. The future holds the number of blocks now known, or raises Refused."""
+def take(
+    directory: Directory, instance: str, dp_rank: int, header: Header, events: Sequence[BlocksMapped]
+) -> Future[int]:
+    """Takes over what a peer gave, unpacked (by `transfer.unpack`, which is not paced: not in the driver's thread). The
+    future holds the number of blocks now known, or raises Refused."""
 
     def work(stream: Stream, sync: StreamSync) -> int:
-        try:
-            header, events = unpack(body)
-        except DecodeError as error:
-            raise Refused(str(error)) from None
         view, index = stream.view, directory.index
         if view is None:
             raise Refused("the stream was closed meanwhile")

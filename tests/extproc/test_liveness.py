@@ -28,6 +28,7 @@ HISTORIES: list[tuple[str, list[tuple[float, str]], float, bool]] = [
     ("one failure", [(0, "failed")], 1, False),
     ("two failures", [(0, "failed"), (1, "failed")], 2, True),
     ("an answer between", [(0, "failed"), (1, "answered"), (2, "failed")], 3, False),
+    ("refusals of an engine that answers others", [(0, "answered"), (0.3, "failed"), (0.6, "failed")], 0.7, False),
     ("time is up", [(0, "failed"), (1, "failed")], 6.5, False),
     ("late failures of the same time do not prolong it", [(0, "failed"), (1, "failed"), (5, "failed")], 6.5, False),
     ("an answer ends it", [(0, "failed"), (1, "failed"), (2, "answered")], 2, False),
@@ -64,7 +65,7 @@ def happen(liveness: Liveness, name: str, at: float, what: str) -> bool:
     if what == "failed":
         return liveness.failed(name, at, "refused")
     if what == "answered":
-        return liveness.answered(name)
+        return liveness.answered(name, at)
     if what == "picked":
         return liveness.picked(name, at)
     return liveness.polled(name, at, "TimeoutError" if what == "silent" else "")
