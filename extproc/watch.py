@@ -14,11 +14,11 @@ log = logging.getLogger(__name__)
 INTERVAL = 2.0
 """Seconds between looks. A stream that changes faster than that gives one line, not many."""
 
-State = tuple[bool, bool]
+State = tuple[bool, bool, bool]
 
 
 class StreamLog:
-    """Remembers (connected, synchronized) of every stream and logs what changed."""
+    """Remembers (connected, synchronized, never reached) of every stream and logs what changed."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str, int], State] = {}
@@ -28,8 +28,8 @@ class StreamLog:
         seen: dict[tuple[str, str, int], State] = {}
         for pool, report in reports:
             key = (pool, report.instance, report.dp_rank)
-            seen[key] = now = (report.link.connected, report.synchronized)
-            before = self._seen.get(key, (False, False))
+            seen[key] = now = (report.link.connected, report.synchronized, _never_reached(report))
+            before = self._seen.get(key, (False, False, False))
             if now != before:
                 self._tell(f"{report.instance}/{report.dp_rank}", report, before, now)
         for key in self._seen.keys() - seen.keys():
@@ -38,7 +38,7 @@ class StreamLog:
 
     @staticmethod
     def _tell(name: str, report: StreamReport, before: State, now: State) -> None:
-        connected, synchronized = now
+        connected, synchronized, never_reached = now
         if synchronized:
             log.info(
                 "stream %s: synchronized at sequence %s, %s", name, report.sequence,
@@ -46,10 +46,17 @@ class StreamLog:
             )  # fmt: skip
         elif connected and not before[0]:
             log.info("stream %s: connected to %s", name, report.endpoint)
+        elif never_reached:
+            log.warning("stream %s: no connection so far, its hits do not count: %s", name, report.error or "")
         elif not connected:
             log.warning("stream %s: lost %s, its hits do not count: %s", name, report.endpoint, report.error or "")
         else:
             log.warning("stream %s: not synchronized, its hits do not count: %s", name, report.error or "")
+
+
+def _never_reached(report: StreamReport) -> bool:
+    """Tried in vain since it is followed: a wrong port would otherwise never be in the log."""
+    return not report.link.connected and not report.link.connections and report.link.connect_retries > 0
 
 
 def settled(report: StreamReport) -> bool:

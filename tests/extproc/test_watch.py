@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
 from extproc.watch import StreamLog
-from kvindex.directory import LinkStatus, StreamReport
+from kvindex.directory import StreamReport
+from kvindex.link import LinkStatus
 
 
 def report(connected: bool, synchronized: bool, error: str | None = None) -> StreamReport:
@@ -37,3 +39,24 @@ def test_one_line_a_change(caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
     lines.look([])
     assert "a/0: no longer followed" in caplog.text
+
+
+def test_a_stream_never_reached_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    lines = StreamLog()
+    waiting, tried = report(False, False), report(False, False, "cannot connect to tcp://e:1")
+    tried = replace(tried, link=LinkStatus(connect_retries=1))
+    again = replace(tried, link=LinkStatus(connect_retries=9))
+    up = replace(report(True, False), link=LinkStatus(connected=True, connections=1, connect_retries=9))
+    down = replace(tried, link=LinkStatus(connections=1, disconnections=1, connect_retries=10))
+    for step, said in (
+        (waiting, ""),
+        (tried, "a/0: no connection so far, its hits do not count: cannot connect to tcp://e:1"),
+        (again, ""),
+        (up, "a/0: connected to tcp://e:1"),
+        (down, "a/0: lost tcp://e:1"),
+    ):
+        caplog.clear()
+        lines.look([("p", step)])
+        assert said in caplog.text
+        assert bool(caplog.text) == bool(said)
