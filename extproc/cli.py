@@ -142,8 +142,15 @@ def check(config_path: Path, as_json: bool) -> None:
         for publisher in pool.publishers:
             members = ", ".join(publisher.members) or "all instances"
             click.echo(f"  publisher {publisher.name}  events {publisher.events}  {publisher.medium} of {members}")
+        for source in pool.discovery:
+            where = next((value for key in _WHERE if (value := getattr(source, key, None))), "")
+            click.echo(f"  discovery {source.type} {where}".rstrip())
         if not mine:
-            click.echo("  no static instances")
+            click.echo("  no static instances" if pool.discovery else "  no instances, and no discovery to find any")
+
+
+_WHERE = ("path", "name", "service", "selector")
+"""The option of a discovery source that tells it apart."""
 
 
 @main.command("envoy-config")

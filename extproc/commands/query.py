@@ -74,6 +74,7 @@ def _ids(text: str) -> list[int]:
 
 
 def _url(address: str, scheme: str) -> str:
+    address = address.removeprefix(f"{scheme}://").rstrip("/")  # as `kvcar doctor --admin` takes it
     host, _, port = address.rpartition(":")
     if not port.isdigit() or int(port) == 0:
         fail(f"the admin address {address!r} has no fixed port: give --admin ip:port")

@@ -24,6 +24,7 @@ from extproc.admin.query import Queries
 from extproc.admin.server import AdminServer, make_app, tls_context
 from extproc.assembly import check_files
 from extproc.cli import main
+from extproc.commands.query import _url
 from extproc.config import Config, ConfigError, parse
 from extproc.metrics import Metrics
 from extproc.overrides import Overrides
@@ -324,3 +325,8 @@ async def test_the_query_command_over_tls(
     finally:
         await server.stop()
     assert (done.exit_code, "engine-b" in done.output) == ((0, True) if works else (1, False)), done.output
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:9003", "http://127.0.0.1:9003", "http://127.0.0.1:9003/"])
+def test_the_query_command_takes_an_address_or_a_url(address: str) -> None:
+    assert _url(address, "http") == "http://127.0.0.1:9003/v1/internal/kv-cache/query"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
 from pydantic import BaseModel
 
 from extproc import config
+from extproc.cli import main
 from extproc.discovery_config import DiscoveryConfig
 
 GOOD = """
@@ -184,3 +187,19 @@ def test_the_example_shows_every_key_of_every_source_of_instances() -> None:
     for variant in found:
         name = variant.model_fields["type"].annotation.__args__[0]  # type: ignore[union-attr]
         assert [key for key in keys_of(variant) if not present(shown[name], key)] == [], name
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("discovery: [{type: file, path: /etc/engines.yaml}]", "  discovery file /etc/engines.yaml\n"),
+        ("discovery: [{type: http}]", "  discovery http\n"),
+    ],
+)
+def test_check_shows_where_instances_come_from(tmp_path: Path, more: str, said: str) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    path = tmp_path / "c.yaml"
+    path.write_text(f"pools:\n- name: p\n  models: [m]\n  tokenizer: {tmp_path}\n  {more}\n")
+    done = CliRunner().invoke(main, ["check", "-c", str(path)])
+    assert done.exit_code == 0, done.output
+    assert said + "  no static instances" in done.output
