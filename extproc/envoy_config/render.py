@@ -60,6 +60,7 @@ _TITLE = """\
 _FRAGMENT_TITLE = """\
 # Pieces for an Envoy that exists already. Written by `kvcar envoy-config`; Envoy 1.40.
 # Merge each list into the place its comment names; envoy/README.md walks through it.
+# kvcar (ext_proc) reads the request body and answers with dynamic metadata envoy.lb / x-gateway-destination-endpoint.
 """
 
 _OBEYS = {
