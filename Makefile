@@ -55,6 +55,6 @@ venv-package: # Debian and Ubuntu ship python3 without venv
 	else echo "python's venv module is missing; on Debian or Ubuntu: sudo apt-get install python3-venv" >&2; exit 1; fi
 
 $(VENV)/.demo $(VENV)/.test $(VENV)/.bench: $(VENV)/.%: pyproject.toml | $(PY)
-	@echo "installing kvcar[$*] into $(VENV) (the first time takes a minute or two)"
+	@echo "installing kvcar[$*] into $(VENV) (once; one to five minutes, without a word)"
 	@$(PY) -m pip install -q --disable-pip-version-check --progress-bar off -e '.[$*]'
 	@touch $@

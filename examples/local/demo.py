@@ -187,6 +187,7 @@ def measure(stack: Stack, args: argparse.Namespace, show: Show, title: str) -> S
 
 def stay(stack: Stack, show: Show) -> None:
     """Leaves the CAR stack up until Ctrl-C."""
+    bin_path = Path(sys.executable).parent
     # Several blocks of 16 tokens, so that the second time shows a hit.
     question = "Where is the library, when does it open in the morning, and which bus goes there? " * 2
     chat = json.dumps({"model": "demo", "messages": [{"role": "user", "content": question.strip()}], "max_tokens": 16})
@@ -198,6 +199,13 @@ def stay(stack: Stack, show: Show) -> None:
             f"curl -s {stack.url}/v1/chat/completions {header} -d '{chat}'",
         ),
         ("streamed", f"curl -sN {stack.url}/v1/chat/completions {header} -d '{body}'"),
+        ("the dashboard, for a browser on this machine", f"http://{stack.kvcar.admin}/"),
+        (
+            "the whole chain, link by link",
+            f"{bin_path}/kvcar doctor -c {stack.kvcar.config_path} --live --gateway {stack.url} "
+            f"--envoy-admin http://{stack.envoy.admin}",
+        ),
+        ("kvcar's log: change kvcar.yaml beside it, and it says what came of that", f"tail -f {stack.kvcar.log_path}"),
         ("the last decision: candidates, hits, costs", f"curl -s 'http://{stack.kvcar.admin}/decisions?limit=1'"),
         ("what kvcar knows of each engine", f"curl -s http://{stack.kvcar.admin}/streams"),
         ("metrics", f"curl -s http://{stack.kvcar.admin}/metrics"),
