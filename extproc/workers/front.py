@@ -33,6 +33,8 @@ ALL = frozenset({
     "/v1/internal/heartbeat", "/register", "/unregister", "/events",
 })  # fmt: skip
 TIMEOUT = aiohttp.ClientTimeout(total=60.0, sock_connect=2.0)
+QUICK = aiohttp.ClientTimeout(total=3.0)
+"""For pages made from memory: probes and scrapers do not wait for a worker that hangs."""
 _HOP = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "upgrade", "content-length", "te", REMOTE_HEADER.lower()}
 )
@@ -143,30 +145,31 @@ class Front:
     # -- asking
 
     async def _ask(
-        self, number: int, session: aiohttp.ClientSession, request: web.Request, data: bytes | None, query: str = ""
+        self, number: int, session: aiohttp.ClientSession, request: web.Request, data: bytes | None
     ) -> Answer:
+        timeout = TIMEOUT if request.method == "POST" else QUICK
         try:
-            url = f"http://localhost{request.path}{query or _query(request)}"
+            url = f"http://localhost{request.path}{_query(request)}"
             async with session.request(
-                request.method, url, data=data, headers=_headers(request), timeout=TIMEOUT, allow_redirects=False
+                request.method, url, data=data, headers=_headers(request), timeout=timeout, allow_redirects=False
             ) as answer:
                 return Answer(number, answer.status, answer.headers, await answer.read())
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             return Answer(number, 0, {}, f"{type(error).__name__}: {error}".encode())
 
-    async def _all(self, request: web.Request, data: bytes | None = None, query: str = "") -> list[Answer]:
+    async def _all(self, request: web.Request, data: bytes | None = None) -> list[Answer]:
         """Of every worker that has started. Raises HTTPServiceUnavailable when nobody has."""
         found = await asyncio.gather(
-            *(self._ask(number, session, request, data, query) for number, session in self._crew.sessions().items())
+            *(self._ask(number, session, request, data) for number, session in self._crew.sessions().items())
         )
         answered = [one for one in found if one.status]
         if not answered:
             raise web.HTTPServiceUnavailable(reason="no worker answers")
         return answered
 
-    async def _merged(self, request: web.Request, join: Callable[[list[Answer]], Any], query: str = "") -> web.Response:
+    async def _merged(self, request: web.Request, join: Callable[[list[Answer]], Any]) -> web.Response:
         """All answers as one; the first that is not 200 goes back as it is."""
-        found = await self._all(request, query=query)
+        found = await self._all(request)
         refused = next((one for one in found if one.status != 200), None)
         return _response(refused) if refused is not None else reply(join(found))
 

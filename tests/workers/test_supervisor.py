@@ -16,8 +16,8 @@ import aiohttp
 import pytest
 
 from extproc.config import Config, ConfigError, parse
-from extproc.workers import supervisor
-from extproc.workers.place import StartFailed
+from extproc.workers import front, supervisor
+from extproc.workers.place import StartFailed, admin_socket
 from extproc.workers.supervisor import Supervisor
 
 STAND_IN = """
@@ -174,3 +174,20 @@ async def test_a_taken_port_of_the_second_worker(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"127.0.0.1:({port}|{port - 1}): Address already in use"):
             await running.task
     assert not (tmp_path / "starts-0").exists(), "nothing was started"
+
+
+async def test_a_worker_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "QUICK", aiohttp.ClientTimeout(total=0.2))
+    running = Running(tmp_path)
+    await running.until(lambda: running.announced)
+    accepted = []
+    hanging = await asyncio.start_unix_server(
+        lambda *streams: accepted.append(streams), admin_socket(running.supervisor.directory, 0)
+    )
+    async with aiohttp.ClientSession(f"http://{running.announced['admin']}") as session:
+        for path, status in (("/readyz", 503), ("/metrics", 200)):
+            async with asyncio.timeout(10), session.get(path) as answer:
+                assert answer.status == status
+    assert len(accepted) == 2
+    hanging.close()
+    await running.stop()
