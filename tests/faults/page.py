@@ -15,21 +15,26 @@ from typing import Any
 
 from tests.faults.load import Figures
 
-GROUPS = ("kvcar", "Engines", "Events and network", "Envoy and clients", "Operations", "Disk and clock", "Soak")
+GROUPS = ("kvcar", "Engines", "Events and network", "Envoy and clients", "Operations", "Disk and clock")
 
 HEAD = """\
 # Reliability
 
 What clients saw of each fault through a real Envoy, and how long it took until everything was right again. Generated
-by `make faults` ({machine}, {date}). Every row is a test in `tests/faults/` that fails when a request does.
-Each ran under steady traffic of small chats (four or more conversations at a time, half of the answers streamed) with
+by `make faults` ({machine}, {date}). Every row is a test in `tests/faults/` that fails when a request does. Each
+ran under steady traffic of small chats (four or more conversations at a time, half of the answers streamed) with
 three emulated engines; clients, Envoy, engines and kvcar had the same cores, so compare latencies within a row only.
 
 - **failed**: requests that were not answered with 200 and completely, without those in the next column.
 - **lost with it**: failed ones that the engine which died, or the gateway which went away, was serving.
 - **usual, during, worst**: latency before the fault (median), while it lasted and healed (median, slowest). An answer
   of a hung engine takes as long as the engine hangs; that is in *worst*.
-- **recovered in**: from the moment the cause was gone until the named state was reached.
+- **recovered in**: from the moment the cause was gone until the named state was reached; where a process had to be
+  started, its start is in it.
+
+`make soak` (30 minutes; `SECONDS=...`) is about time instead: engines join, leave, restart, forget and lose events, a
+second kvcar is killed and restarted, the configuration is read again and clients leave, all at once. It fails on a failed
+request, on a view that is not the engine's truth, and when memory, threads, sockets, descriptors or metric series grow.
 """
 
 COLUMNS = (

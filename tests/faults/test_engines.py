@@ -33,6 +33,7 @@ async def serving_again(stack: FaultStack, victim: EmulatorProcess) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.faults
 async def test_killed(stack: FaultStack, record: Recorder) -> None:
     victim = stack.engines[0]
     async with Load(stack.url) as load:

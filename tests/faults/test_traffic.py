@@ -48,7 +48,7 @@ def busy(engine: object) -> int:
 @pytest.mark.faults
 @pytest.mark.timeout(240)
 async def test_many_streams(stack: FaultStack, record: Recorder) -> None:
-    """All open at once: the engines compute nothing until kvcar counts every one of them."""
+    """All open at once: the engines compute nothing until every one of them waits there."""
     opened = asyncio.Semaphore(64)  # connections made at a time, not requests
 
     async def one(session: aiohttp.ClientSession, number: int) -> str:
@@ -71,8 +71,12 @@ async def test_many_streams(stack: FaultStack, record: Recorder) -> None:
     began = time.monotonic()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
         tasks = [asyncio.create_task(one(session, number)) for number in range(STREAMS)]
-        await asyncio.to_thread(wait_for, lambda: in_flight(stack.kvcar) == STREAMS, "all in flight", timeout=90)
+        await asyncio.to_thread(
+            wait_for, lambda: sum(map(busy, stack.engines)) == STREAMS, "all at the engines", timeout=90
+        )
         opened_in = time.monotonic() - began
+        # What was too late for its budget in such a storm has passed undecided.
+        decided = in_flight(stack.kvcar)
         for engine in stack.engines:
             engine.control(hang=False)
         results = await asyncio.gather(*tasks)
@@ -86,7 +90,7 @@ async def test_many_streams(stack: FaultStack, record: Recorder) -> None:
     record.add(
         "Envoy and clients", f"{STREAMS:,} streams open at once",
         replace(figures, requests=STREAMS, failed=len(bad), usual=0, median=0, worst=0),
-        saw=f"answers; all of them were open and counted after {opened_in:.1f} s",
+        saw=f"answers; all were open after {opened_in:.1f} s, {decided:,} of them decided by kvcar",
         recovered="nothing in flight", seconds=took,
     )  # fmt: skip
     assert not bad, bad[:5]

@@ -5,7 +5,6 @@ seconds of trouble: KVCAR_SOAK_SECONDS (default 20; `make soak` 1800)
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -19,7 +18,6 @@ pytestmark = pytest.mark.real
 
 SECONDS = float(os.environ.get("KVCAR_SOAK_SECONDS", "20"))
 WARM_UP = min(120.0, SECONDS / 2)
-RESULT = Path(os.environ["KVCAR_SOAK"]) if "KVCAR_SOAK" in os.environ else None
 SLICE = 60.0
 """Seconds between two lines of a long run."""
 
@@ -52,13 +50,6 @@ async def test_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         + ", ".join(f"{count} {kind}" for kind, count in sorted(soak.done.items()))
         + f"; {soak.complete} of {len(soak.fleet.serving)} views complete"
     )
-    if RESULT is not None:
-        row = {
-            "seconds": SECONDS, "requests": traffic.requests, "failed": traffic.failed.total(),
-            "aborted": traffic.aborted, "happened": dict(sorted(soak.done.items())),
-            "first": str(first), "last": str(latest), "differences": len(differences),
-        }  # fmt: skip
-        RESULT.write_text(json.dumps(row) + "\n", encoding="utf-8")
     assert not traffic.failed, traffic.failed
     assert soak.complete, "numbers are skipped now and then, not in every stream"
     assert not differences, "\n".join(differences)
