@@ -77,6 +77,12 @@ def load(source: str, *, revision: str | None = None, allow_download: bool = Fal
         raise TokenizerError(f"tokenizer {source!r} has no fast backend (tokenizer.json)") from None
     except BaseException as error:
         reraise_exit(error)
+        if isinstance(error, OSError) and not allow_download and not path.is_dir():
+            # transformers' own text is about the network, which was never asked
+            raise TokenizerError(
+                f"tokenizer {source!r} is no directory here and not in the local hub cache: give the model's directory, "
+                "or set tokenizer_allow_download: true"
+            ) from None
         raise TokenizerError(f"tokenizer {source!r} cannot be loaded: {type(error).__name__}: {error}") from None
     backend.no_truncation()
     backend.no_padding()

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from extproc.prompt.encoder import JOB_BYTES, LARGE_BYTES, SEGMENT_BYTES, Encoder, EncodeTimeout, Pieces, SegmentCache
 from extproc.prompt.segments import Cutter
-from extproc.prompt.tokenizer import TokenizerError, _encoder
+from extproc.prompt.tokenizer import TokenizerError, _encoder, load
 from kvindex.hashing import pack_tokens
 
 D = "<|d|>"
@@ -338,3 +338,8 @@ async def test_nothing_is_logged_of_a_text(make: Make, caplog: pytest.LogCapture
         except TokenizerError:
             pass
     assert "secret" not in caplog.text
+
+
+def test_a_hub_id_that_is_not_cached_names_the_remedy() -> None:
+    with pytest.raises(TokenizerError, match="'kvcar-tests/none'.*hub cache.*tokenizer_allow_download: true"):
+        load("kvcar-tests/none")
