@@ -21,8 +21,8 @@ HEAD = """\
 # Reliability
 
 What clients saw of each fault through a real Envoy, and how long it took until everything was right again. Generated
-by `make faults` ({machine}, {date}). Every row is a test in `tests/faults/` that fails when a request does. Each
-ran under steady traffic of small chats (four or more conversations at a time, half of the answers streamed) with
+by `make faults` ({machine}, {date}). Every row is a test in `tests/faults/` that fails when a request does.
+Each ran under steady traffic of small chats (four or more conversations at a time, half of the answers streamed) with
 three emulated engines; clients, Envoy, engines and kvcar had the same cores, so compare latencies within a row only.
 
 - **failed**: requests that were not answered with 200 and completely, without those in the next column.
