@@ -33,8 +33,9 @@ three emulated engines; clients, Envoy, engines and kvcar had the same cores, so
   started, its start is in it.
 
 `make soak` (30 minutes; `SECONDS=...`) is about time instead: engines join, leave, restart, forget and lose events, a
-second kvcar is killed and restarted, the configuration is read again and clients leave, all at once. It fails on a failed
-request, on a view that is not the engine's truth, and when memory, threads, sockets, descriptors or metric series grow.
+second kvcar is killed and restarted, the configuration is read again and clients leave, all at once. It fails on a
+failed request, on a view that is not the engine's truth, and when memory, threads, sockets, descriptors or metric
+series grow.
 """
 
 COLUMNS = (
