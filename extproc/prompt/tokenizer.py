@@ -80,7 +80,7 @@ def load(source: str, *, revision: str | None = None, allow_download: bool = Fal
         if isinstance(error, OSError) and not allow_download and not path.is_dir():
             # transformers' own text is about the network, which was never asked
             raise TokenizerError(
-                f"tokenizer {source!r} is no directory here and not in the local hub cache: give the model's directory, "
+                f"tokenizer {source!r} is no directory and not in the local hub cache: give the model's directory, "
                 "or set tokenizer_allow_download: true"
             ) from None
         raise TokenizerError(f"tokenizer {source!r} cannot be loaded: {type(error).__name__}: {error}") from None

@@ -341,5 +341,5 @@ async def test_nothing_is_logged_of_a_text(make: Make, caplog: pytest.LogCapture
 
 
 def test_a_hub_id_that_is_not_cached_names_the_remedy() -> None:
-    with pytest.raises(TokenizerError, match="'kvcar-tests/none'.*hub cache.*tokenizer_allow_download: true"):
+    with pytest.raises(TokenizerError, match=r"'kvcar-tests/none'.*hub cache.*tokenizer_allow_download: true"):
         load("kvcar-tests/none")
