@@ -4,7 +4,7 @@
 #   make lint                 ruff and mypy --strict
 #   make faults               every fault through a real Envoy, some minutes; writes docs/reliability.md
 #   make soak [SECONDS=1800]  churn, restarts, lost events and aborts at once; kvcar must hold no more at the end
-#   make bench                benchmarks that print ratios; writes bench.json and bench.md
+#   make bench [ARGS=--check] benchmarks against peers; writes bench.json, bench.md, plots; --check: what got worse
 SHELL := /bin/sh
 VENV := .venv
 PY := $(VENV)/bin/python

@@ -35,11 +35,12 @@ def draw(report: Report, folder: Path) -> list[str]:
     return names
 
 
-def _figure(columns: int, height: float) -> tuple[Any, Any]:
+def _figure(columns: int, height: float, lines: int = 1) -> tuple[Any, Any]:
+    """(figure, its axes by line and column)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, height), layout="constrained")
-    return figure, figure.subplots(1, columns, squeeze=False)[0]
+    return figure, figure.subplots(lines, columns, squeeze=False)
 
 
 def _goals(report: Report) -> Any:
@@ -47,7 +48,7 @@ def _goals(report: Report) -> Any:
     goals = [one for one in report["goals"] if one["ratio"] is not None][::-1]
     if not goals:
         return None
-    figure, (axes,) = _figure(1, 0.5 + 0.32 * len(goals))
+    figure, ((axes,),) = _figure(1, 0.5 + 0.32 * len(goals))
     shares = [one["ratio"] / one["reach"] for one in goals]
     axes.barh([one["goal"] for one in goals], shares, color=[OURS if one["ok"] else FLOOR for one in goals])
     for number, one in enumerate(goals):
@@ -75,21 +76,23 @@ def _peers(rows: Sequence[Row]) -> Any:
     measured = [size for size in sizes if _sides(rows, "router CPU a request", size)]
     if not measured:
         return None
-    figure, axes = _figure(2 * len(measured), 2.6)
+    latency = [size for size in measured if _sides(rows, "added p99, paced", size)]
+    figure, axes = _figure(2 if latency else 1, 2.4 * len(measured), lines=len(measured))
     for number, size in enumerate(measured):
         cpu = _sides(rows, "router CPU a request", size)
+        p50, p99 = (_sides(rows, f"added {part}, paced", size) for part in ("p50", "p99"))
         names = sorted(cpu, key=lambda name: cpu[name], reverse=True)
         colors = [OURS if "kvcar" in name else FLOOR if name.startswith("Envoy") else THEIRS for name in names]
-        left, right = axes[2 * number : 2 * number + 2]
+        left = axes[number][0]
         left.barh(names, [cpu[name] / 1e3 for name in names], color=colors)
         left.set_title(f"{size}: CPU ms a request")
-        p50, p99 = (_sides(rows, f"added {part}, paced", size) for part in ("p50", "p99"))
+        if not latency:
+            continue
+        right = axes[number][1]
         right.barh(names, [max(0.0, p99.get(name, 0)) for name in names], color=colors, alpha=0.35)
         right.barh(names, [max(0.0, p50.get(name, 0)) for name in names], color=colors)
         right.set_title("added ms, paced: p50, p99 (pale)")
         right.set_yticks([])
-        if number:
-            left.set_yticks([])
     return figure
 
 
@@ -97,7 +100,7 @@ def _events(rows: Sequence[Row]) -> Any:
     found = [row for row in rows if row.get("bench") == "bench_beside"]
     if not found:
         return None
-    figure, (axes,) = _figure(1, 2.4)
+    figure, ((axes,),) = _figure(1, 2.4)
     by_load: dict[str, dict[str, float]] = {}
     for row in found:
         part, load = re.findall(r"request (p\d+) beside (.*)", row["name"])[0]
@@ -120,7 +123,7 @@ def _find(rows: Sequence[Row]) -> Any:
                 lines.setdefault((who, match[1]), []).append((int(match[2]), value))
     if not lines:
         return None
-    figure, (axes,) = _figure(1, 2.8)
+    figure, ((axes,),) = _figure(1, 2.8)
     for (who, blocks), points in lines.items():
         style = "-" if blocks == "2048" else "--"
         axes.plot(*zip(*points, strict=True), style, marker="o", color=OURS if who == "kvcar" else THEIRS,
