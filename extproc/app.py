@@ -36,7 +36,7 @@ from extproc.pools import Pools
 from extproc.reasons import Reason
 from extproc.registrar import PoolHomes, Registrar
 from extproc.registry import Registry
-from extproc.reload import FileWatch, applicable, read, replace_instances
+from extproc.reload import FileWatch, applicable, changes, read, replace_instances
 from extproc.replicas import Giver, Replicas
 from extproc.server import ExtProcServer, LoggingObserver, ServerError, ServerOptions, TlsOptions
 from extproc.session_rules import SessionOptions
@@ -332,7 +332,8 @@ class App:
             except (ConfigError, ConfigurationError) as error:
                 self.reload_error = str(error)
                 self.metrics_registry.reload_failures.inc()
-                log.error("the changed configuration is refused, the old one stays: %s", error)
+                reasons = "; ".join(str(error).splitlines())
+                log.error("the changed configuration is refused, the old one stays: %s", reasons)
                 return self.reload_error
             except Exception as error:  # ours, but no reason to stop looking at the file
                 self.reload_error = f"internal error: {type(error).__name__}: {error}"
@@ -376,8 +377,13 @@ class App:
             after = built.get(name)
             if after is None or after.pool is not was.pool:
                 await was.pool.close(after.pool if after else None)
-        changed = sorted(name for name in before.keys() | built.keys() if before.get(name) != built.get(name))
-        log.info("configuration applied; changed pools: %s", ", ".join(changed) or "none")
+        told = []
+        for name in sorted(before.keys() | built.keys()):
+            old, now = before.get(name), built.get(name)
+            what = changes(old.given if old else None, now.given if now else None)
+            if what:
+                told.append(f"pool {name}: {what}")
+        log.info("configuration read again: %s", "; ".join(told) or "no pool has changed")
 
     def request_stop(self) -> None:
         self._stop.set()

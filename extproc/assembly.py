@@ -6,6 +6,7 @@ pools[*] of the file --make()--> Pool = tokenizer + directory + router + loads +
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -38,6 +39,8 @@ from kvindex.transport import EventTransport
 
 if TYPE_CHECKING:
     from extproc.tracing import Tracing
+
+log = logging.getLogger(__name__)
 
 
 def instances_of(config: Config) -> list[Instance]:
@@ -214,7 +217,13 @@ class Assembly:
     def _prompter(self, given: PoolConfig, options: PrompterOptions) -> Prompter:
         # A tokenizer that does not load is logged with what it costs; the pool's requests then pass unscored.
         remote = RemoteTokenizer((), api=given.remote_tokenizer.api) if given.remote_tokenizer else None
-        return Prompter.load(options, strict=False, remote=remote)
+        prompter = Prompter.load(options, strict=False, remote=remote)
+        if not prompter.loaded and remote is None:
+            log.error(
+                "pool %s: without a tokenizer every request passes unscored, but for those given as token ids",
+                given.name,
+            )
+        return prompter
 
     def _directory(self, given: PoolConfig) -> Directory:
         events, bounds = self._config.events, bounds_of(given)

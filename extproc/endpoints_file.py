@@ -32,6 +32,7 @@ HEALTH = {
     InstanceState.LEASE_LOST: "HEALTHY",
     InstanceState.DRAINING: "DRAINING",
     InstanceState.UNREACHABLE: "UNHEALTHY",
+    InstanceState.PROBATION: "UNHEALTHY",  # kvcar may name it, Envoy's own balancing had better not
     # SUSPECT is left out: leaving the file is the only way to be sure that Envoy does not pick a host
 }
 

@@ -161,6 +161,21 @@ class Liveness:
         self._plan(now)
         return found
 
+    def half_open(self, now: float) -> frozenset[str]:
+        """Instances that were out and that the next request may try. O(instances)."""
+        return frozenset(
+            name
+            for name, record in self._records.items()
+            if record.out_until is not None
+            and now >= record.out_until
+            and (record.trial_until is None or now >= record.trial_until)
+        )
+
+    def seconds_out(self, name: str, now: float) -> float:
+        """How long it stays out from now on, 0 = it is not out."""
+        record = self._records.get(name)
+        return max(0.0, record.out_until - now) if record is not None and record.out_until is not None else 0.0
+
     def _plan(self, now: float | None = None) -> None:
         """Recomputes `next_change`; without `now` the next look is due at once."""
         times = [

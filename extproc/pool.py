@@ -193,12 +193,15 @@ class Pool:
                 self.name, ", ".join(sorted(helpless)),
             )  # fmt: skip
         self._helpless = helpless
-        self.by_name = {
-            name: replace(one, state=InstanceState.UNREACHABLE)
-            if name in out and one.state in CHOSEN and one.current_role not in helpless
-            else one
-            for name, one in wished.items()
-        }
+        trial = self.liveness.half_open(now) if self.liveness is not None else frozenset()
+        self.by_name = {}
+        for name, one in wished.items():
+            seen = one
+            if one.state in CHOSEN and name in out and one.current_role not in helpless:
+                seen = replace(one, state=InstanceState.UNREACHABLE)
+            elif one.state in CHOSEN and (name in trial or name in out):
+                seen = replace(one, state=InstanceState.PROBATION)
+            self.by_name[name] = seen
         self.instances = tuple(self.by_name.values())
         if self.on_instances is not None:
             self.on_instances(self.instances)
@@ -224,7 +227,10 @@ class Pool:
         name = self.inflight.by_address.get(address)
         if self.liveness is None or name is None or not self.liveness.failed(name, now, reason):
             return
-        log.warning("instance %s gets no requests for a while: %s", name, reason)
+        log.warning(
+            "instance %s gets no requests for %.0f s, then one may try it: %s",
+            name, self.liveness.seconds_out(name, now), reason,
+        )  # fmt: skip
         if self.beside is not None:
             self.beside.clear(name)
         self._select(now)
@@ -232,7 +238,8 @@ class Pool:
     def _polled(self, name: str, now: float, error: str) -> None:
         if self.liveness is not None and self.liveness.polled(name, now, error):
             if error:
-                log.warning("instance %s gets no requests for a while: its metrics: %s", name, error)
+                seconds = self.liveness.seconds_out(name, now)
+                log.warning("instance %s gets no requests for %.0f s: its metrics: %s", name, seconds, error)
             else:
                 log.info("instance %s answers again", name)
             self._select(now)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from pathlib import Path
 
 from extproc.assembly import check_files, instances_of
 from extproc.config import Config, ConfigError, Pool, load, pair_headers
+
+log = logging.getLogger(__name__)
 
 FIXED = ("listen", "admin", "startup", "reload", "replicas", "trace", "tracing", "paths", "headers", "limits", "events")
 """Sections that take effect at start only. `pools` and `log` apply at once."""
@@ -59,6 +62,7 @@ class FileWatch:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read = self._seen = signature(path)
+        self.gone = False
 
     def changed(self) -> bool:
         """To be called once an interval. A file that is not there is no change."""
@@ -71,5 +75,27 @@ class FileWatch:
 
     async def wait(self, interval: float) -> None:
         """Returns when there is something to read."""
-        while not self.changed():  # noqa: ASYNC110 - nobody tells of changes, one has to look
+        while not self.changed():
+            gone = self._seen is None
+            if gone != self.gone:
+                self.gone = gone
+                log.log(
+                    logging.WARNING if gone else logging.INFO, "%s %s", self._path,
+                    "is not there any more: the configuration read before stays" if gone else "is there again",
+                )  # fmt: skip
             await asyncio.sleep(interval)
+
+
+def changes(old: Pool | None, new: Pool | None) -> str:
+    """What became of a pool, for a log line; "" = nothing."""
+    if old is None or new is None:
+        return "added" if old is None else "removed"
+    before = {one.name: one for one in old.instances}
+    after = {one.name: one for one in new.instances}
+    told = [f"+{name}" for name in after if name not in before]
+    told += [f"-{name}" for name in before if name not in after]
+    told += [f"{name} changed" for name in after if name in before and before[name] != after[name]]
+    keys = [name for name in Pool.model_fields if name != "instances" and getattr(old, name) != getattr(new, name)]
+    if keys:
+        told.append("changed: " + ", ".join(keys))
+    return " ".join(told)

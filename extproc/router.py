@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 TIE = 1e-9
 DEFAULT_WEIGHTS: Weights = (1.0, 0.5, 0.0)
 NO_BLOCKS = (0, 0, 0)
-SCHEDULABLE = frozenset({"active", "lease_lost"})
+SCHEDULABLE = frozenset({"active", "lease_lost", "probation"})
 
 
 @dataclass(slots=True)

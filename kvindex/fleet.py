@@ -40,6 +40,8 @@ class InstanceState(StrEnum):
     """It does not answer: streams dropped, not routable."""
     UNREACHABLE = "unreachable"
     """Requests sent there failed: not routable for a while; streams kept. Never said by discovery."""
+    PROBATION = "probation"
+    """It was unreachable, and the next request may try it. Never said by discovery."""
     DRAINING = "draining"
     """Leaving: finishes what it has, gets nothing new; streams kept."""
 

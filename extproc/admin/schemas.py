@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from extproc.admin.endpoint import Schema, any_of, listing, record, reference
+from kvindex.fleet import InstanceState
 
 TEXT: Schema = {"type": "string"}
 NUMBER: Schema = {"type": "number"}
@@ -17,7 +18,7 @@ TEXT_OR_NULL = any_of("string", "null")
 NUMBER_OR_NULL = any_of("number", "null")
 OBJECT_OR_NULL = any_of("object", "null")
 
-INSTANCE_STATES = ["active", "lease_lost", "suspect", "draining"]
+INSTANCE_STATES = [str(state) for state in InstanceState]
 
 COMPONENTS: Mapping[str, Schema] = {
     "Error": record({"error": TEXT}, {"detail": TEXT}),

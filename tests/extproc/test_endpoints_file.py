@@ -33,6 +33,7 @@ def test_content() -> None:
             one("d", "10.0.0.4:80", InstanceState.UNREACHABLE),
             one("e", "10.0.0.5:80", InstanceState.SUSPECT),
             one("f", ""),
+            one("g", "10.0.0.7:80", InstanceState.PROBATION),
         ],
     )
     assert hosts(found) == [
@@ -40,6 +41,7 @@ def test_content() -> None:
         ("2001:db8::1", 8000, "HEALTHY"),
         ("10.0.0.3", 80, "DRAINING"),
         ("10.0.0.4", 80, "UNHEALTHY"),
+        ("10.0.0.7", 80, "UNHEALTHY"),
     ]
     assert json.loads(render("mine", []))["resources"][0]["cluster_name"] == "mine"
 

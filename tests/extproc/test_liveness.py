@@ -56,9 +56,13 @@ def test_histories(name: str, history: list[tuple[float, str]], now: float, out:
     for at, what in history:
         happen(liveness, "a", at, what)
     assert liveness.out(now).keys() == ({"a"} if out else set())
+    assert (liveness.seconds_out("a", now) > 0) <= out
+    assert not liveness.half_open(now) & liveness.out(now).keys()
     if out:
         assert liveness.next_change is not None
-        assert liveness.out(liveness.next_change + 0.001) == {}, "it gets another chance by time alone"
+        later = liveness.next_change + 0.001
+        assert liveness.out(later) == {}, "it gets another chance by time alone"
+        assert liveness.half_open(later) == {"a"}
 
 
 def happen(liveness: Liveness, name: str, at: float, what: str) -> bool:

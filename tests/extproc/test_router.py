@@ -107,6 +107,7 @@ def test_decision_says_everything() -> None:
 ELIGIBLE = [  # state, role of "b", waiting of "b", only, why b is out (None = it is in)
     ("active", "default", 0, None, None),
     ("lease_lost", "default", 0, None, None),
+    ("probation", "default", 0, None, None),
     ("suspect", "default", 0, None, "state"),
     ("draining", "default", 0, None, "state"),
     ("active", "decode", 0, None, "role"),
@@ -516,7 +517,7 @@ def test_random_fleets_keep_every_rule() -> None:
                 name,
                 rng.choices(["default", "prefill", "decode", "mix"], [6, 1, 1, 1])[0],
                 dp_size=rng.choice([1, 1, 2]),
-                state=rng.choices(list(InstanceState), [6, 1, 1, 1, 1])[0],
+                state=rng.choices(list(InstanceState), [6, 1, 1, 1, 1, 1])[0],
                 address=f"10.2.0.{names.index(name)}:80",
             )
             for name in chosen_names
@@ -545,7 +546,7 @@ def test_random_fleets_keep_every_rule() -> None:
         assert (decision.chosen is None) == (not decision.destinations) == (decision.reason is not None)
         assert len(decision.destinations) <= router.max_endpoints
         assert len(set(decision.destinations)) == len(decision.destinations)
-        allowed = {one.address: one for one in instances if one.state in ("active", "lease_lost")}
+        allowed = {one.address: one for one in instances if one.state in ("active", "lease_lost", "probation")}
         assert set(decision.destinations) <= set(allowed)
         assert 0 <= decision.hit_tokens <= max(decision.best_available_hit, 0) <= tokens
         assert 0 <= decision.uncached_tokens <= tokens
