@@ -142,6 +142,22 @@ class Front:
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 log.warning("a restarted worker could not be told %s: %s", path, error)
 
+    async def watch_start(self) -> None:
+        """Until all have been ready once, also when nobody asks meanwhile: it decides what /readyz says later."""
+        while not self._was_ready:
+            sessions = self._crew.sessions()
+            ready = [await self._is_ready(session) for session in sessions.values()]
+            self._was_ready |= len(ready) == self._crew.total and all(ready)
+            await asyncio.sleep(0.2)
+
+    @staticmethod
+    async def _is_ready(session: aiohttp.ClientSession) -> bool:
+        try:
+            async with session.get("http://localhost/readyz", timeout=QUICK) as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+
     # -- asking
 
     async def _ask(

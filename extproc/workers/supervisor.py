@@ -113,6 +113,7 @@ class Supervisor:
             loop.add_signal_handler(number, self.request_stop)
         loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         keepers: list[asyncio.Task[None]] = []
+        watching = asyncio.create_task(self.front.watch_start())
         admin = self._admin()
         try:
             for worker in self.workers:
@@ -142,6 +143,7 @@ class Supervisor:
             await stopping
         finally:
             self._stopping.set()
+            watching.cancel()
             await self._drain()
             await asyncio.gather(*keepers, return_exceptions=True)
             await admin.stop()

@@ -188,6 +188,6 @@ async def test_a_worker_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch
         for path, status in (("/readyz", 503), ("/metrics", 200)):
             async with asyncio.timeout(10), session.get(path) as answer:
                 assert answer.status == status
-    assert len(accepted) == 2
+    assert len(accepted) >= 2
     hanging.close()
     await running.stop()
