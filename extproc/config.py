@@ -8,7 +8,7 @@ extproc/example.yaml, printed by `kvcar example-config` (a test compares).
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -27,7 +27,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from extproc.config_keys import meant
+from extproc.config_keys import closest, explained, quoted
 from extproc.config_types import Address, HeaderName, HttpUrl, Node, RequestPath
 from extproc.config_types import ConfigError as ConfigError
 from extproc.decision import PROFILES, Profile
@@ -52,6 +52,14 @@ def _block_size(value: Any) -> int | Literal["auto"]:
 
 def _scorer(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
+
+
+def _check_scorer(name: str, **parameters: Any) -> None:
+    """Raises ValueError that does not say once more that it is about a scorer: the path of the key does."""
+    try:
+        build_scorer(name, **parameters)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("scorer: ").removeprefix("scorer ")) from None
 
 
 class Tls(Node):
@@ -264,7 +272,7 @@ class ScorerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _known(self) -> ScorerConfig:
-        build_scorer(self.name, **(self.model_extra or {}))
+        _check_scorer(self.name, **(self.model_extra or {}))
         return self
 
     @property
@@ -338,7 +346,10 @@ class Pool(Node):
         if self.approximate and self.block_size == "auto":
             raise ValueError("approximate mode needs a block_size: there are no events to learn it from")
         for name in self.allowed_scorers:
-            build_scorer(name)
+            try:
+                _check_scorer(name)
+            except ValueError as error:
+                raise ValueError(f"allowed_scorers: {error}") from None
         return self
 
 
@@ -474,19 +485,13 @@ _UNION_TAGS = {"int", "constrained-int", "literal['auto']", "function-after", "s
 
 def _line(kind: type[BaseModel], name: str, root: yaml.Node | None, error: ErrorDetails) -> str:
     """'file:line: path: what is wrong (got value)' for one pydantic error."""
-    path, node = "", root
-    for part in error["loc"]:
-        below = _child(node, part)
-        if below is None and isinstance(part, str) and (part in _UNION_TAGS or "[" in part or _is_type(node, part)):
-            continue  # the tag of a union member is no key of the file
-        path += f"[{part}]" if isinstance(part, int) else (f".{part}" if path else str(part))
-        node = below if below is not None else node
-    line = f":{node.start_mark.line + 1}" if node is not None else ""
+    path, line = _found(root, error["loc"])
     message = _MESSAGES.get(error["type"], error["msg"]).removeprefix("Value error, ")
     message = message.format(**error.get("ctx", {})) if error["type"] in _MESSAGES else message
     message = message.replace("Input should be", "must be", 1)
-    if error["type"] == "extra_forbidden" and (key := meant(kind, error["loc"])):
-        message = message.replace("key;", f"key, did you mean '{key}'?", 1)
+    if error["type"] == "extra_forbidden" and (more := explained(kind, error["loc"])):
+        message = message.replace("key;", f"key{more}", 1)
+    near = _near(error)
     got = (
         ""
         if error["type"] in ("missing", "extra_forbidden") or isinstance(error["input"], dict)
@@ -494,7 +499,42 @@ def _line(kind: type[BaseModel], name: str, root: yaml.Node | None, error: Error
     )
     if isinstance(error["input"], BaseModel) or path.endswith("token") or path.startswith("tracing.headers"):
         got = ""
-    return f"{name}{line}: {path + ': ' if path else ''}{message}{got}"
+    return f"{name}{line}: {path + ': ' if path else ''}{message}{got}" + (f"; did you mean '{near}'?" if near else "")
+
+
+def place(name: str, *parts: str | int) -> str:
+    """'file:line: path' of a key of the file `name`, as the errors of `load` begin; for what is found out later.
+
+    Reads the file again; without the line where it cannot be read.
+    """
+    try:
+        root = yaml.compose(Path(name).read_text("utf-8"), Loader=_StrictLoader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        root = None
+    path, line = _found(root, parts)
+    return f"{name}{line}: {path}"
+
+
+def _found(root: yaml.Node | None, parts: Sequence[str | int]) -> tuple[str, str]:
+    """(path, ':line') of a place in the tree; the line of what is around it where it is not written down."""
+    path, node = "", root
+    for part in parts:
+        below = _child(node, part)
+        if below is None and isinstance(part, str) and (part in _UNION_TAGS or "[" in part or _is_type(node, part)):
+            continue  # the tag of a union member is no key of the file
+        path += f"[{part}]" if isinstance(part, int) else (f".{part}" if path else str(part))
+        node = below if below is not None else node
+    return path, f":{node.start_mark.line + 1}" if node is not None else ""
+
+
+def _near(error: ErrorDetails) -> str | None:
+    """What was meant by a value that is none of a closed list."""
+    given = error.get("ctx", {})
+    if error["type"] == "literal_error":
+        return closest(error["input"], quoted(given["expected"]))
+    if error["type"] == "union_tag_invalid":
+        return closest(given["tag"], quoted(given["expected_tags"]))
+    return None
 
 
 _MESSAGES = {

@@ -1,29 +1,64 @@
-"""The key that was meant by one that is misspelt: what `kvcar check` suggests."""
+"""What was meant by a key or a value that is not known: what `kvcar check` suggests."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
+MOST_PLACES = 2
+"""A key that more places know is in none of them likelier than misspelt."""
 
-def meant(kind: type[BaseModel], place: Sequence[str | int]) -> str | None:
-    """The key of `kind` most like the last part of `place`, pydantic's `loc` of an unknown key; None if none is."""
-    nodes = {kind}
+
+def explained(kind: type[BaseModel], place: Sequence[str | int]) -> str | None:
+    """What to say after "unknown key": the place the key belongs to, or the key that was meant. None for neither.
+
+    `place`  pydantic's `loc` of the unknown key
+    """
+    key = str(place[-1])
+    nodes, here = {kind}, ""
     for part in place[:-1]:
-        # parts that name no field (positions, members of a union) stay where they are
-        below = {
-            model for node in nodes if part in node.model_fields for model in _models(_annotation(node, str(part)))
-        }
-        nodes = below or nodes
-    keys = {field.alias or name for node in nodes for name, field in node.model_fields.items()}
-    return next(iter(difflib.get_close_matches(str(place[-1]), sorted(keys), n=1)), None)
+        fields = [node.model_fields[str(part)] for node in nodes if part in node.model_fields]
+        if fields:  # other parts (positions, members of a union) stay where they are
+            nodes = {model for field in fields for model in _models(field.annotation)} or nodes
+            here = _below(here, str(part), fields[0].annotation)
+    homes = dict.fromkeys(_homes(kind, key, ""))
+    if here in homes:
+        return " for an entry of this type;"
+    if 0 < len(homes) <= MOST_PLACES:
+        return f" here, it belongs {' or '.join(f'under {path}' if path else 'at the top level' for path in homes)};"
+    near = closest(key, (known for node in nodes for known in _keys(node)))
+    return f", did you mean '{near}'?" if near else None
 
 
-def _annotation(node: type[BaseModel], name: str) -> Any:
-    return node.model_fields[name].annotation
+def closest(word: object, words: Iterable[str]) -> str | None:
+    """The one of `words` that is most like `word`; None if none is like it."""
+    return next(iter(difflib.get_close_matches(str(word).lower(), sorted(words), n=1)), None)
+
+
+def quoted(text: str) -> list[str]:
+    """What stands in single quotes: the choices of pydantic's message."""
+    return re.findall(r"'([^']*)'", text)
+
+
+def _homes(node: type[BaseModel], key: str, path: str) -> Iterator[str]:
+    """Paths of the mappings below `node` that know the key, lists as [*]."""
+    for name, field in node.model_fields.items():
+        if key == (field.alias or name):
+            yield path
+        for model in _models(field.annotation):
+            yield from _homes(model, key, _below(path, name, field.annotation))
+
+
+def _below(path: str, name: str, annotation: Any) -> str:
+    return f"{path}{'.' if path else ''}{name}{'[*]' if get_origin(annotation) is tuple else ''}"
+
+
+def _keys(node: type[BaseModel]) -> Iterator[str]:
+    return (field.alias or name for name, field in node.model_fields.items())
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 
 class ConfigError(Exception):
     """The configuration cannot be used; the message has one line a mistake, ready to print."""
 
 
-def _address(text: str) -> str:
-    """'ip:port' or '[ipv6]:port' as Envoy matches it; raises ValueError that says what is allowed."""
+def _listen_address(value: Any) -> str:
+    return _address(value, "127.0.0.1:9002", "names are not looked up; 127.0.0.1: this machine only, 0.0.0.0: all")
+
+
+def _address(value: Any, example: str, why_no_name: str) -> str:
+    """'ip:port' or '[ipv6]:port'; raises ValueError that says what is allowed, and why a host name is not."""
+    if not isinstance(value, str):
+        raise ValueError(f'must be ip:port in quotes, such as "{example}"')
+    text = value
     host, colon, port = text.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or not 0 <= int(port) <= 65535:
-        raise ValueError("must be ip:port with a port of 0 to 65535, such as 10.0.0.1:8000 or [::1]:8000")
+        raise ValueError(f"must be ip:port with a port of 0 to 65535, such as {example} or [::1]:8000")
     try:
         parsed = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
-        raise ValueError(
-            "the part before the port must be an IP address (Envoy compares addresses, a host name never matches)"
-        ) from None
+        raise ValueError(f"the part before the port must be an IP address ({why_no_name})") from None
     if parsed.version == 6 and not host.startswith("["):
         raise ValueError("an IPv6 address needs brackets, such as [::1]:8000")
     return text
 
 
-def _engine_address(text: str) -> str:
-    text = _address(text)
+def _engine_address(value: Any) -> str:
+    text = _address(value, "10.0.0.1:8000", "Envoy compares addresses, a host name never matches")
     host, _, port = text.rpartition(":")
     if int(port) == 0:
         raise ValueError("the port of an engine must be 1 to 65535")
@@ -45,8 +50,10 @@ def _header_name(text: str) -> str:
     return text
 
 
-Address = Annotated[str, AfterValidator(_address)]
-EngineAddress = Annotated[str, AfterValidator(_engine_address)]
+Address = Annotated[str, BeforeValidator(_listen_address)]
+"""Where kvcar listens."""
+EngineAddress = Annotated[str, BeforeValidator(_engine_address)]
+"""An engine as Envoy matches it."""
 HeaderName = Annotated[str, AfterValidator(_header_name)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -52,7 +53,12 @@ def build(name: str, **parameters: object) -> Scorer:
         return _load(name, parameters)
     made = SCORERS.get(name)
     if made is None:
-        raise ValueError(f"scorer: {name!r} is not known, expected one of {', '.join(SCORERS)} or package.module:Class")
+        near = "".join(
+            f", did you mean {one!r}? There are" for one in difflib.get_close_matches(name.lower(), SCORERS, n=1)
+        )
+        raise ValueError(
+            f"scorer: {name!r} is not known{near or ', expected one of'} {', '.join(SCORERS)} or package.module:Class"
+        )
     scorer: Scorer = made(**check_parameters(f"scorer {name}", made.PARAMETERS, parameters))
     return scorer
 
