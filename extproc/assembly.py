@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from extproc.config import Config, ConfigError, profile_of
+from extproc.config import Config, ConfigError, place, profile_of
 from extproc.config import Pool as PoolConfig
 from extproc.discovery_config import HttpDiscovery
 from extproc.instances import instance_of
@@ -43,13 +43,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def instances_of(config: Config) -> list[Instance]:
-    """Every configured instance, checked alone and against the others. Raises ConfigError."""
+def instances_of(config: Config, name: str = "config") -> list[Instance]:
+    """Every configured instance, checked alone and against the others. Raises ConfigError that names file and place.
+
+    `name`  of the file, as for `check_files`
+    """
+    found: list[Instance] = []
+    at: tuple[str | int, ...] = ()
     try:
-        found = [instance_of(pool.facts, given) for pool in config.pools for given in pool.instances]
+        for index, pool in enumerate(config.pools):
+            mine = []
+            for number, given in enumerate(pool.instances):
+                at = ("pools", index, "instances", number)
+                mine.append(instance_of(pool.facts, given))
+            at = ("pools", index, "instances")
+            check_instances(mine)
+            found += mine
+        at = ("pools",)
         check_instances(found)
     except ConfigurationError as error:
-        raise ConfigError(f"pools: {error}") from None
+        raise ConfigError(f"{place(name, *at)}: {error}") from None
     return found
 
 
@@ -84,37 +97,40 @@ def tracing_of(config: Config) -> Tracing | None:
     return _tracing_type()(config.tracing) if config.tracing is not None else None
 
 
-def _tracing_type() -> type[Tracing]:
+def _tracing_type(where: str = "tracing") -> type[Tracing]:
     try:
         from extproc.tracing import Tracing
     except ImportError as error:
-        raise ConfigError(f"tracing: needs OpenTelemetry, pip install 'kvcar[otel]' ({error})") from None
+        raise ConfigError(f"{where}: needs OpenTelemetry, pip install 'kvcar[otel]' ({error})") from None
     return Tracing
 
 
 def check_files(config: Config, name: str = "config") -> None:
-    """Files that the configuration names exist. Raises ConfigError that names the key, the path and the remedy."""
+    """Files that the configuration names exist. Raises ConfigError that names the place, the path and the remedy.
+
+    `name`  of the file it was read from: it is read again for the line of a mistake
+    """
     if config.tracing is not None:
-        _tracing_type()
+        _tracing_type(place(name, "tracing"))
     for section, tls in (("listen", config.listen.tls), ("admin", config.admin.tls)):
         for key, path in tls or ():
             if path is not None and not Path(path).is_file():
-                raise ConfigError(f"{name}: {section}.tls.{key}: {path!r} is no readable file")
+                raise ConfigError(f"{place(name, section, 'tls', key)}: {path!r} is no readable file")
     for index, pool in enumerate(config.pools):
-        where = f"{name}: pools[{index}]"
         looks_local = pool.tokenizer.startswith(("/", "./", "../", "~")) or Path(pool.tokenizer).exists()
         if looks_local:
             found = Path(pool.tokenizer).expanduser()
             if not (found / "tokenizer.json").is_file() and not found.is_file():
                 what = "has no tokenizer.json" if found.exists() else "does not exist"
-                raise ConfigError(
-                    f"{where}.tokenizer: {pool.tokenizer!r} {what}; give the model's directory or a hub id"
-                )
+                where = place(name, "pools", index, "tokenizer")
+                raise ConfigError(f"{where}: {pool.tokenizer!r} {what}; give the model's directory or a hub id")
         if pool.endpoints_file and not Path(pool.endpoints_file.path).parent.is_dir():
             folder = Path(pool.endpoints_file.path).parent
-            raise ConfigError(f"{where}.endpoints_file.path: the folder {str(folder)!r} does not exist: make it first")
+            where = place(name, "pools", index, "endpoints_file", "path")
+            raise ConfigError(f"{where}: the folder {str(folder)!r} does not exist: make it first")
         if pool.chat_template and not Path(pool.chat_template).is_file():
-            raise ConfigError(f"{where}.chat_template: {pool.chat_template!r} is no readable file")
+            where = place(name, "pools", index, "chat_template")
+            raise ConfigError(f"{where}: {pool.chat_template!r} is no readable file")
         for number, source in enumerate(pool.discovery):
             try:
                 source.check(pool.facts)
@@ -124,7 +140,17 @@ def check_files(config: Config, name: str = "config") -> None:
                             f"it says {key} {value}, the pool {getattr(pool, key)}: write one value"
                         )
             except ConfigurationError as error:
-                raise ConfigError(f"{where}.discovery[{number}]: {error}") from None
+                raise ConfigError(f"{place(name, 'pools', index, 'discovery', number)}: {error}") from None
+
+
+def doubts(config: Config, name: str = "config") -> list[str]:
+    """What is no mistake but worth a word before the start: a line each, with its place as `check_files` has it."""
+    return [
+        f"{place(name, 'pools', index, 'discovery', number, 'path')}: {doubt}"
+        for index, pool in enumerate(config.pools)
+        for number, source in enumerate(pool.discovery)
+        if (doubt := source.doubt())
+    ]
 
 
 def bounds_of(pool: PoolConfig) -> dict[str, int]:

@@ -57,6 +57,7 @@ def serve(config_path: Path, print_ports: bool, workers: int | None) -> None:
 
     try:
         assembly.check_files(config, str(config_path))
+        assembly.instances_of(config, str(config_path))
         if config.listen.workers == 1:
             from extproc import app
 
@@ -85,14 +86,16 @@ def check(config_path: Path, as_json: bool) -> None:
     config = read_config(config_path)
     try:
         assembly.check_files(config, str(config_path))
-        instances = assembly.instances_of(config)
+        instances = assembly.instances_of(config, str(config_path))
         listen = addresses(config)
     except ConfigError as error:
         fail(str(error))
+    doubts = assembly.doubts(config, str(config_path))
     if as_json:
         click.echo(
             json.dumps(
                 {
+                    "warnings": doubts,
                     "pools": [pool.name for pool in config.pools],
                     "streams": [
                         {
@@ -118,6 +121,8 @@ def check(config_path: Path, as_json: bool) -> None:
         )
         return
     click.echo(f"{config_path}: valid")
+    for doubt in doubts:
+        click.echo(f"warning: {doubt}")
     click.echo(f"ext_proc on {', '.join(listen)}, admin on {config.admin.address}")
     for pool in config.pools:
         mine = [one for one in instances if one.pool == pool.name]

@@ -39,6 +39,10 @@ class DiscoveryNode(Node):
         """Keys of `events`, block_size and hash_seed that the source sets for its pool."""
         return {}
 
+    def doubt(self) -> str | None:
+        """What is wrong with its `path` today and may come right by itself."""
+        return None
+
 
 class HttpDiscovery(DiscoveryNode):
     """Instances that register themselves at the admin port (`POST /register`, as kv-conductor has it)."""
@@ -331,6 +335,11 @@ class FileDiscovery(DiscoveryNode):
     type: Literal["file"]
     path: str = Field(min_length=1)
     interval_ms: int = Field(1000, ge=10, le=3_600_000)
+
+    def doubt(self) -> str | None:
+        if Path(self.path).is_file():
+            return None
+        return f"{self.path!r} is no readable file so far: no instance comes from it until it is"
 
     def source(self, facts: PoolFacts) -> Source:
         from extproc.instances_file import parse_instances

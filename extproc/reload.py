@@ -24,7 +24,7 @@ def read(path: Path) -> Config:
     """The file, checked as at start. Blocking. Raises ConfigError."""
     config = load(path)
     check_files(config, str(path))
-    instances_of(config)
+    instances_of(config, str(path))
     return config
 
 

@@ -247,7 +247,8 @@ def check_instances(instances: tuple[Instance, ...] | list[Instance]) -> None:
             other = owners.setdefault(value, instance.name)
             if other != instance.name:
                 shared = one_port_each(value, instance)
-                raise ConfigurationError(f"instances {other!r} and {instance.name!r} both have {value!r}{shared}")
+                remedy = shared or ": no two engines have one, give each its own"
+                raise ConfigurationError(f"instances {other!r} and {instance.name!r} both have {value!r}{remedy}")
 
 
 def one_port_each(endpoint: str, instance: Instance) -> str:

@@ -73,7 +73,7 @@ def doctor(
         check_timeout=12 * timeout,
     )
     try:
-        assembly.instances_of(config)
+        assembly.instances_of(config, str(config_path))
     except ConfigError as error:
         fail(str(error))
     with _progress() as progress:

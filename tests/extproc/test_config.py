@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -80,7 +81,10 @@ BAD = [
     (pool("block_size: huge"), ["pools[0].block_size", "'auto'", "'huge'"]),
     (pool("dialect: vlm"), ["pools[0].dialect", "'vllm'", "'vlm'"]),
     (pool("scorer: carr"), ["pools[0].scorer: 'carr' is not known, did you mean 'car'?", "round_robin"]),
-    (pool("scorer: {name: car, lambda: 9}"), ["pools[0].scorer: car: lambda: 9 is not allowed, expected a number from 0"]),
+    (
+        pool("scorer: {name: car, lambda: 9}"),
+        ["pools[0].scorer: car: lambda: 9 is not allowed, expected a number from 0"],
+    ),
     (pool("decode_scorer: TTFT"), ["pools[0].decode_scorer: 'TTFT' is not known, did you mean 'ttft'?"]),
     (
         pool("allowed_scorers: [car, best]"),
@@ -215,7 +219,7 @@ def test_the_example_shows_every_key_of_every_source_of_instances() -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("discovery: [{type: file, path: /etc/engines.yaml}]", "  discovery file /etc/engines.yaml\n"),
+        ("discovery: [{type: file, path: /nowhere/e.yaml}]", "  discovery file /nowhere/e.yaml\n"),
         ("discovery: [{type: http}]", "  discovery http\n"),
     ],
 )
@@ -226,3 +230,60 @@ def test_check_shows_where_instances_come_from(tmp_path: Path, more: str, said: 
     done = CliRunner().invoke(main, ["check", "-c", str(path)])
     assert done.exit_code == 0, done.output
     assert said + "  no static instances" in done.output
+
+
+def test_check_warns_of_a_file_of_instances_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    path, instances = tmp_path / "c.yaml", tmp_path / "engines.yaml"
+    path.write_text(
+        f"pools:\n- name: p\n  models: [m]\n  tokenizer: {tmp_path}\n"
+        f"  discovery:\n  - type: file\n    path: {instances}\n"
+    )
+    said = f"{path}:7: pools[0].discovery[0].path: '{instances}' is no readable file so far"
+    done = CliRunner().invoke(main, ["check", "-c", str(path)])
+    assert (done.exit_code, f"valid\nwarning: {said}" in done.output) == (0, True), done.output
+    told = json.loads(CliRunner().invoke(main, ["check", "-c", str(path), "--json"]).output)
+    assert told["warnings"][0].startswith(said)
+    instances.write_text("instances: []")
+    assert "warning" not in CliRunner().invoke(main, ["check", "-c", str(path)]).output
+
+
+LATER = [
+    # more of the pool, what check says after the file's name: what is found once the file has parsed
+    ("  tokenizer: /nowhere", ":4: pools[0].tokenizer: '/nowhere' does not exist; give the model's directory"),
+    ("  tokenizer: {}\n  chat_template: /nowhere", ":5: pools[0].chat_template: '/nowhere' is no readable file"),
+    ("  tokenizer: {}\n  endpoints_file:\n    path: /nowhere/e", ":6: pools[0].endpoints_file.path: the folder '/no"),
+    (
+        "  tokenizer: {}\n  discovery:\n  - {type: xllm-file, path: /nowhere}",
+        ":6: pools[0].discovery[0]: /nowhere: cannot",
+    ),
+    ("  tokenizer: {}\nadmin:\n  tls:\n    cert: /nowhere\n    key: k", ":7: admin.tls.cert: '/nowhere' is no"),
+    (
+        '  tokenizer: {}\n  instances:\n  - {name: b, address: "10.0.0.1:8000", events: "tcp://10.0.0.1:5557"}\n'
+        '  - {name: c, address: "10.0.0.2:8000", events: "tcp://10.0.0.1:5557"}',
+        ":6: pools[0].instances: instances 'b' and 'c' both have 'tcp://10.0.0.1:5557': no two engines have one, give",
+    ),
+    (
+        '  tokenizer: {}\n  instances: [{name: b, address: "10.0.0.1:8000", events: "tcp://10.0.0.1:5557"}]\n'
+        "- name: q\n  models: [n]\n  tokenizer: {}\n"
+        '  instances: [{name: c, address: "10.0.0.2:8000", events: "tcp://10.0.0.1:5557"}]',
+        ":2: pools: instances 'b' and 'c' both have",
+    ),
+    (
+        '  tokenizer: {}\n  instances:\n  - {name: b, address: "10.0.0.1:80", events: "tcp://10.0.0.1:65000", dp_size: 999}',
+        ":6: pools[0].instances[0]: ",
+    ),
+]
+
+
+@pytest.mark.parametrize("command", ["check", "serve"])
+@pytest.mark.parametrize(("more", "said"), LATER, ids=range(len(LATER)))
+def test_what_is_found_out_later_has_its_line_too(tmp_path: Path, more: str, said: str, command: str) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "pools:\n- name: p\n  models: [m]\n" + more.replace("tokenizer: {}", f"tokenizer: {tmp_path}") + "\n"
+    )
+    done = CliRunner().invoke(main, [command, "-c", str(path)])
+    assert done.exit_code == 2
+    assert f"kvcar: {path}{said}" in done.output
