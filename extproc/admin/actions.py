@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -21,7 +22,7 @@ from extproc.log_limits import ALWAYS
 from extproc.pool import Pool
 
 log = logging.getLogger(__name__)
-log.setLevel(logging.WARNING)  # of its own: who did what is logged at every level, also who silenced the log
+log.setLevel(logging.INFO)  # of its own: who did what is logged at every level, also who silenced the log
 
 MAX_BODY = 64 << 10
 LEVELS = ("debug", "info", "warning", "error")
@@ -75,14 +76,15 @@ class Actions:
         self, path: str, act: Callable[[dict[str, Any]], dict[str, Any]], summary: str, answers: Any, body: Any
     ) -> Endpoint:
         async def handle(request: web.Request) -> web.StreamResponse:
-            fields: Any = None
+            fields: dict[str, Any] = {}
             try:
                 fields = await _fields(request, body)
                 answer = act(fields)
             except Refused as error:
-                log.warning("admin action %s %.300r of %s refused: %s", path, fields, request.remote, error)
+                log.warning("admin action %s%s from %s refused: %s", path, _words(fields), request.remote, error)
                 return reply({"error": str(error)}, error.status)
-            log.warning("admin action %s %.300r of %s: %s", path, fields, request.remote, answer, extra=ALWAYS)
+            news = {name: value for name, value in answer.items() if name not in fields}
+            log.info("admin action %s%s from %s:%s", path, _words(fields), request.remote, _words(news), extra=ALWAYS)
             return reply(answer)
 
         return Endpoint("POST", path, handle, summary, answers, body=body, action=True)
@@ -134,6 +136,16 @@ class Actions:
         return {"level": fields["level"], "before": before}
 
 
+def _words(fields: Mapping[str, Any]) -> str:
+    """' name=value name=value' for a log line; what could break the line or pretend to be another field is quoted."""
+    return "".join(f" {name}={_word(value)}" for name, value in fields.items())
+
+
+def _word(value: Any) -> str:
+    plain = isinstance(value, str) and re.fullmatch(r"[\w.:/\[\]-]{1,200}", value, re.ASCII)
+    return value if plain else json.dumps(value)[:200]
+
+
 async def _fields(request: web.Request, schema: dict[str, Any]) -> dict[str, Any]:
     """The body as the schema wants it. Raises Refused that names what is wrong."""
     if request.content_length is None or request.content_length > MAX_BODY:
@@ -152,7 +164,7 @@ async def _fields(request: web.Request, schema: dict[str, Any]) -> dict[str, Any
         if name not in known:
             raise Refused(400, f"{name!r:.100} is not known: there are {', '.join(known)}")
         if problem := _problem(value, known[name]):
-            raise Refused(400, f"{name} {problem}")
+            raise Refused(400, f"{name} {problem}, not {json.dumps(value)[:100]}")
     return fields
 
 

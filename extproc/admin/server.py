@@ -32,6 +32,7 @@ __all__ = ["AdminServer", "Source", "make_app", "tls_context"]
 log = logging.getLogger(__name__)
 
 MAX_BODY = 64 << 20
+DESCRIPTION = "/openapi.json"
 REMOTE_HEADER = "X-Kvcar-Remote"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -59,7 +60,7 @@ def guarded(more: Iterable[web.AbstractRouteDef], *, token: str | None = None, b
     async def index(_request: web.Request) -> web.StreamResponse:
         return reply({f"{one.method} {one.path}": one.summary for one in described})
 
-    described.append(Endpoint("GET", "/openapi.json", openapi, "This description", {200: OBJECT}))
+    described.append(Endpoint("GET", DESCRIPTION, openapi, "This description", {200: OBJECT}))
     if not any(getattr(one, "path", None) == "/" for one in more):
         described.append(Endpoint("GET", "/", index, "Every path and what it is for", {200: OBJECT}))
     open_paths = frozenset(one.path for one in described if one.open)
@@ -82,10 +83,15 @@ def guarded(more: Iterable[web.AbstractRouteDef], *, token: str | None = None, b
         try:
             return await handler(request)
         except web.HTTPException as error:
-            answer = reply({"error": error.reason}, error.status)
+            if isinstance(error, web.HTTPNotFound):
+                return reply({"error": f"there is no such path: GET {DESCRIPTION} describes every one"}, 404)
             if isinstance(error, web.HTTPMethodNotAllowed):
-                answer.headers["Allow"] = ",".join(sorted(error.allowed_methods))
-            return answer
+                allowed = ",".join(sorted(error.allowed_methods))
+                text = f"{error.method} is not allowed here, only {allowed}: GET {DESCRIPTION} describes every path"
+                answer = reply({"error": text}, 405)
+                answer.headers["Allow"] = allowed
+                return answer
+            return reply({"error": error.reason}, error.status)
         except Exception:
             log.exception("admin request %s %s failed", request.method, request.path)
             return reply({"error": "internal error, see the log"}, 500)

@@ -67,8 +67,12 @@ async def test_answers_are_json_whatever_they_hold() -> None:
         assert (await http.get("/status")).status == 200
         answer = await http.get("/streams")
         assert (answer.status, await answer.json()) == (500, {"error": "internal error, see the log"})
-        assert (await http.get("/nowhere")).status == 404
-        assert (await http.post("/status")).status == 405
+        answer = await http.get("/nowhere")
+        told = {"error": "there is no such path: GET /openapi.json describes every one"}
+        assert (answer.status, await answer.json()) == (404, told)
+        answer = await http.post("/status")
+        told = {"error": "POST is not allowed here, only GET,HEAD: GET /openapi.json describes every path"}
+        assert (answer.status, answer.headers["Allow"], await answer.json()) == (405, "GET,HEAD", told)
 
 
 async def test_not_ready_is_503(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,13 +163,44 @@ async def test_log_level(client: Client, quiet: logging.Logger) -> None:
     assert (await act(client, "/log-level", {"level": "loud"}))[0] == 400
 
 
-async def test_every_action_is_logged_with_who(client: Client, caplog: pytest.LogCaptureFixture) -> None:
-    await act(client, "/instances/drain", {"instance": "engine-a"})
-    await act(client, "/instances/drain", {"instance": "engine-z\nINFO all is well"})
-    done, refused = [record.getMessage() for record in caplog.records if record.name == "extproc.admin.actions"]
-    assert done.startswith("admin action /instances/drain {'instance': 'engine-a'} of 127.0.0.1: ")
-    assert "refused" in refused
-    assert "\n" not in refused
+@pytest.fixture
+def root() -> Iterator[logging.Logger]:
+    """The root logger, whose level is put back."""
+    root = logging.getLogger()
+    before = root.level
+    yield root
+    root.setLevel(before)
+
+
+async def test_every_action_is_logged_with_who(
+    client: Client, caplog: pytest.LogCaptureFixture, root: logging.Logger
+) -> None:
+    root.setLevel("ERROR")  # such lines come all the same
+    for path, body in (
+        ("/instances/drain", {"instance": "engine-a"}),
+        ("/streams/rebuild", {"instance": "engine-b", "dp_rank": 1}),
+        ("/instances/drain", {"instance": "engine-z\nINFO state=active"}),
+        ("/log-level", {"level": "verbose"}),
+    ):
+        await act(client, path, body)
+    lines = [(one.levelname, one.getMessage()) for one in caplog.records if one.name == "extproc.admin.actions"]
+    assert lines == [
+        ("INFO", "admin action /instances/drain instance=engine-a from 127.0.0.1: "
+                 "changed=true state=draining in_flight=0"),
+        ("INFO", "admin action /streams/rebuild instance=engine-b dp_rank=1 from 127.0.0.1: streams=1"),
+        ("WARNING", r'admin action /instances/drain instance="engine-z\nINFO state=active" from 127.0.0.1 refused: '
+                    r"instance 'engine-z\nINFO state=active' is not known: GET /status names them"),
+        ("WARNING", "admin action /log-level from 127.0.0.1 refused: "
+                    'level must be one of debug, info, warning, error, not "verbose"'),
+    ]  # fmt: skip
+
+
+async def test_the_level_changes_and_says_from_what(
+    client: Client, caplog: pytest.LogCaptureFixture, root: logging.Logger
+) -> None:
+    root.setLevel("WARNING")
+    await act(client, "/log-level", {"level": "error"})
+    assert caplog.messages == ["admin action /log-level level=error from 127.0.0.1: before=warning"]
 
 
 async def test_bodies_and_origins_of_actions(source: Source) -> None:

@@ -270,7 +270,8 @@ LATER = [
         ":2: pools: instances 'b' and 'c' both have",
     ),
     (
-        '  tokenizer: {}\n  instances:\n  - {name: b, address: "10.0.0.1:80", events: "tcp://10.0.0.1:65000", dp_size: 999}',
+        "  tokenizer: {}\n  instances:\n"
+        '  - {name: b, address: "10.0.0.1:8000", events: "tcp://10.0.0.1:65000", dp_size: 999}',
         ":6: pools[0].instances[0]: ",
     ),
 ]

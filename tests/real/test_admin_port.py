@@ -86,7 +86,7 @@ def test_actions_of_an_operator(engine: EmulatorProcess, kvcar: KvcarProcess) ->
     assert call(kvcar, "/log-level", {"level": "error"})["level"] == "error"
     assert call(kvcar, "/log-level")["level"] == "error"
     call(kvcar, "/log-level", {"level": "info"})
-    assert "admin action /instances/drain {'instance': 'engine-a'} of 127.0.0.1" in kvcar.log(lines=10_000)
+    assert "admin action /instances/drain instance=engine-a from 127.0.0.1" in kvcar.log(lines=10_000)
 
 
 def test_secrets_are_masked(kvcar: KvcarProcess) -> None:
