@@ -229,7 +229,7 @@ class App:
             ext_proc_port = await self._server.start(ready=False)
         except ServerError as error:
             raise ConfigError(f"listen: {error}") from None
-        self._spawn(watch(self.pools))
+        self._spawn(watch(lambda: ((pool.name, pool.directory) for pool in self.pools)))
         self._spawn(self._get_ready(self._server))
         self._spawn(registrar.run())
         self._spawn(self._start_files())

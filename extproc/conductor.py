@@ -20,6 +20,7 @@ from extproc.admin.registration import Registrations
 from extproc.admin.server import AdminServer, guarded
 from extproc.registrar import Holder, Registrar
 from extproc.registry import MOTOR, Context, Registry, Rejected
+from extproc.watch import watch
 from kvindex.directory import Directory
 from kvindex.fleet import Fleet, Instance
 from kvindex.hashing import DEFAULT_SEED
@@ -149,7 +150,7 @@ class Conductor:
         self.options = options
         transport_options, self._limits = from_environment(TransportOptions(), SyncLimits())
         self.transport = EventTransport(transport_options)
-        homes = OpenHomes(self._directory, options)
+        self._homes = homes = OpenHomes(self._directory, options)
         self.registrar = Registrar(Registry(form=options.form), homes)
         self._server = AdminServer(
             guarded(Registrations(self.registrar).routes(with_query=True), token=options.token),
@@ -157,7 +158,7 @@ class Conductor:
             options.port,
         )
         self._stop = asyncio.Event()
-        self._ticks: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def _directory(self, block_size: int | None) -> Directory:
         return Directory(
@@ -177,7 +178,8 @@ class Conductor:
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
             raise OSError(f"cannot listen on {host}:{port}: {reason}") from None
         self.transport.start()
-        self._ticks = asyncio.create_task(self.registrar.run())
+        watching = watch(lambda: ((repr(home.context), home.directory) for home in self._homes.held()))
+        self._tasks = [asyncio.create_task(one) for one in (self.registrar.run(), watching)]
         return bound
 
     async def wait(self) -> None:
@@ -188,8 +190,8 @@ class Conductor:
 
     async def stop(self) -> None:
         """Answers what is being asked, then takes everything down."""
-        if self._ticks is not None:
-            self._ticks.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self._server.stop()
         await asyncio.to_thread(self.transport.stop)
 

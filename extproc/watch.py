@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 
-from extproc.pool import Pool
-from kvindex.directory import StreamReport
+from kvindex.directory import Directory, StreamReport
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +23,7 @@ class StreamLog:
         self._seen: dict[tuple[str, str, int], State] = {}
 
     def look(self, reports: Iterable[tuple[str, StreamReport]]) -> None:
-        """`reports`: (pool, report) of every stream there is."""
+        """`reports`: (name of its directory, report) of every stream there is."""
         seen: dict[tuple[str, str, int], State] = {}
         for pool, report in reports:
             key = (pool, report.instance, report.dp_rank)
@@ -68,13 +67,16 @@ def settled(report: StreamReport) -> bool:
     return tried and report.state not in ("waiting", "fetch")
 
 
-async def watch(pools: Sequence[Pool], interval: float = INTERVAL) -> None:
-    """Looks for ever; cancel it to end."""
+async def watch(directories: Callable[[], Iterable[tuple[str, Directory]]], interval: float = INTERVAL) -> None:
+    """Looks for ever; cancel it to end.
+
+    `directories`  those there are now, each with a name that no other one has
+    """
     lines = StreamLog()
     while True:
         lines.look(
-            (pool.name, report)
-            for pool in pools
-            for report in (*pool.directory.status(), *pool.directory.pool_status())
+            (name, report)
+            for name, directory in directories()
+            for report in (*directory.status(), *directory.pool_status())
         )
         await asyncio.sleep(interval)

@@ -129,6 +129,26 @@ def test_it_ends_when_told_to(tmp_path: Path) -> None:
         assert "Traceback" not in process.log()
 
 
+def test_an_endpoint_that_nobody_serves_is_in_the_log_once(tmp_path: Path) -> None:
+    """Each instance of its model, also where two models have instances of one name."""
+    with ConductorProcess(tmp_path) as process, Publisher() as publisher, socket.socket() as unused:
+        process.wait_ready()
+        unused.bind(("127.0.0.1", 0))  # and does not listen
+        dead = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
+
+        def register(**more: Any) -> None:
+            assert call(process.address, "/register", registration(0, publisher) | more)[0] == 201
+
+        register(endpoint=dead, replay_endpoint=None, modelname="other")
+        register()
+        wait_for(lambda: "WARNING extproc.watch: stream e1/0: no connection so far" in process.log(), "the line")
+        assert dead in process.log()
+        # told by a later look, in which nothing has changed for the others
+        register(endpoint=dead.replace("127.0.0.1", "127.0.0.2"), replay_endpoint=None, instance_id="e2")
+        wait_for(lambda: "stream e2/0: no connection so far" in process.log(), "the line of e2")
+        assert process.log().count("stream e1/0: no connection so far") == 1
+
+
 def test_mistakes_on_the_command_line() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
