@@ -465,7 +465,7 @@ class App:
             "speculative_blocks": pool.speculative_blocks,
             "approximate": isinstance(pool.beside, Approximate),
             "block_size": pool.directory.block_size,
-            "self_verification": pool.self_verification.as_dict(),
+            "self_verification": pool.self_verification.as_dict(observed=self.config.listen.observe_usage),
             "instances": [
                 {
                     "name": one.name,

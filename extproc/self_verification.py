@@ -37,6 +37,11 @@ LOG_EVERY = 600.0
 """Seconds between two log lines of a pool, whatever happens in between."""
 
 
+NOT_OBSERVED = "listen.observe_usage is off"
+TOO_FEW = "too few answers so far"
+"""Why a state is unknown."""
+
+
 class Verdict(StrEnum):
     EQUAL = "equal"
     OVER = "over"  # the engine reused less than predicted
@@ -181,13 +186,14 @@ class SelfVerification:
             return "drift"
         return "ok" if self.samples >= self._enough else "unknown"
 
-    def as_dict(self) -> dict[str, Any]:
-        """For /status; docs/doctor.md explains the fields."""
+    def as_dict(self, *, observed: bool = True) -> dict[str, Any]:
+        """For /status; docs/doctor.md explains the fields. `observed`: listen.observe_usage is on."""
         counts = self._counts
         state = self.state
         cause, remedy = CAUSES[self.main] if state == "drift" else ("", "")
         return {
             "state": state,
+            "reason": (TOO_FEW if observed else NOT_OBSERVED) if state == "unknown" else "",
             "samples": self.samples,
             **{str(one): counts[one] for one in (Verdict.EQUAL, *DIFFERENT)},
             str(Verdict.EXCUSED): self.excused,

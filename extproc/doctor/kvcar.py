@@ -11,6 +11,7 @@ from extproc.doctor.check import Check, Found, Skip
 from extproc.doctor.context import Context
 from extproc.doctor.engine_page import samples
 from extproc.doctor.finding import Finding, error, note, warning
+from extproc.self_verification import TOO_FEW
 
 NEEDS = ("kvcar",)
 OURS = frozenset({"no_tokenizer", "no_template", "timeout", "internal", "no_candidate", "renderer", "too_large"})
@@ -186,13 +187,16 @@ async def faults(context: Context) -> Found:
 
 
 async def drift(context: Context) -> Found:
-    """What the running kvcar finds when it compares predictions with delivered hits."""
+    """What the running kvcar finds when it compares predictions with delivered hits; nothing judged is no success."""
     found: list[Finding] = []
-    shown = []
+    shown: list[str] = []
+    unknown: list[str] = []
     for pool in context.pools:
         told: Mapping[str, Any] = (await context.pool_status(pool)).get("self_verification") or {}
         state = told.get("state", "unknown")
         shown.append(f"{state}, {told.get('samples', 0)} samples")
+        if state == "unknown":
+            unknown.append(str(told.get("reason") or TOO_FEW))
         if state == "drift":
             found.append(
                 warning(
@@ -209,6 +213,8 @@ async def drift(context: Context) -> Found:
                     remedy=str(told.get("remedy")),
                 )
             )
+    if unknown and len(unknown) == len(shown):
+        raise Skip("; ".join(dict.fromkeys(unknown)))
     return Found(tuple(found), "; ".join(shown))
 
 

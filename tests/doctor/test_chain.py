@@ -62,7 +62,8 @@ def test_a_healthy_chain_has_no_findings(chain: Stack) -> None:
     assert ids(quiet, Severity.NOTE) == {"events.idle"}  # nobody has asked anything yet
     probed = examined(chain, live=True)
     assert not ids(probed, Severity.NOTE), told(probed)
-    assert not [one.title for one in probed.outcomes if one.skipped]
+    # a handful of requests: nothing can be said of kvcar's own comparison yet
+    assert {one.skipped for one in probed.outcomes if one.skipped} <= {"too few answers so far"}
     assert generated(chain) == before + 6 + 2, "three instances probed twice, and two requests through the gateway"
 
 

@@ -29,7 +29,7 @@ from extproc.doctor.live import CHECKS as PROBES
 from extproc.doctor.live import _judge_gateway as judge_gateway
 from extproc.doctor.ports import look
 from extproc.doctor.runner import examine, merged, run_check
-from extproc.self_verification import CAUSES, Verdict
+from extproc.self_verification import CAUSES, NOT_OBSERVED, TOO_FEW, Verdict
 
 Json = dict[str, Any]
 ADDRESS = "127.0.0.1:18001"
@@ -116,6 +116,22 @@ def test_found_and_nothing_else(row: Row) -> None:
 
     findings = [one for item in asyncio.run(look_at()) for one in item.findings]
     assert {one.id for one in findings} == row.found, findings
+
+
+@pytest.mark.parametrize(
+    ("checked", "skipped"),
+    [
+        ({"state": "unknown", "samples": 0, "reason": NOT_OBSERVED}, "listen.observe_usage is off"),
+        ({"state": "unknown", "samples": 3, "reason": TOO_FEW}, "too few answers so far"),
+        ({"state": "ok", "samples": 40, "reason": ""}, None),
+    ],
+)
+async def test_predictions_that_nobody_judged_do_not_hold(checked: Json, skipped: str | None) -> None:
+    body = json.dumps(status(self_verification=checked)).encode()
+    context = Answering({"/status": Answer("/status", 200, body)})
+    outcome = await run_check(next(one for one in CHECKS if one.id == "kvcar.drift"), context)
+    await context.close()
+    assert outcome.skipped == (skipped or "")
 
 
 def record(**more: Any) -> Json:

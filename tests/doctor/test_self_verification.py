@@ -15,7 +15,17 @@ from examples.emulator.process import EmulatorProcess
 from examples.local.stack import TOKENIZER
 from extproc.app import App
 from extproc.messages import HttpRequest
-from extproc.self_verification import CAUSES, LAG, LOG_EVERY, REMEMBERED, SelfVerification, Verdict, judge
+from extproc.self_verification import (
+    CAUSES,
+    LAG,
+    LOG_EVERY,
+    NOT_OBSERVED,
+    REMEMBERED,
+    TOO_FEW,
+    SelfVerification,
+    Verdict,
+    judge,
+)
 from tests.doctor.support import configuration
 
 ROWS: list[tuple[str, dict[str, Any], Verdict]] = [
@@ -76,6 +86,8 @@ EQUAL, OVER, UNDER, TOKENS, EXCUSED = Verdict.EQUAL, Verdict.OVER, Verdict.UNDER
 )
 def test_states(parts: list[tuple[Verdict, int]], state: str, cause: Verdict | None) -> None:
     told = fed(*parts).as_dict()
+    assert told["reason"] == (TOO_FEW if state == "unknown" else "")
+    assert fed(*parts).as_dict(observed=False)["reason"] == (NOT_OBSERVED if state == "unknown" else "")
     assert told["state"] == state
     assert cause is None or told["likely_cause"] == CAUSES[cause][0]
     assert bool(told["remedy"]) == bool(told["likely_cause"]) == (state == "drift")
