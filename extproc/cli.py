@@ -183,7 +183,8 @@ _WHERE = ("path", "name", "service", "selector")
     type=click.Choice(["override-host", "original-dst", "stateful-session"]),
     default="override-host",
     show_default=True,
-    help="How Envoy obeys the decision; docs/envoy.md says which when.",
+    help="How Envoy obeys the decision; docs/envoy.md says which when. original-dst and stateful-session need "
+    "max_endpoints: 1 in the pool, the latter headers.stateful_session, too.",
 )
 @click.option(
     "--engine-protocol",

@@ -161,7 +161,7 @@ class TracingConfig(Node):
 
 
 class Headers(Node):
-    """Names of the headers kvcar sets; a client's own copies of the first three are always removed."""
+    """Names of the headers kvcar sets; a client's own destination, rank and prefill are always removed."""
 
     destination: HeaderName = "x-gateway-destination-endpoint"
     rank: HeaderName = "x-data-parallel-rank"
