@@ -497,7 +497,12 @@ def _line(kind: type[BaseModel], name: str, root: yaml.Node | None, error: Error
         if error["type"] in ("missing", "extra_forbidden") or isinstance(error["input"], dict)
         else (f" (got {_short(error['input'])})")
     )
-    if isinstance(error["input"], BaseModel) or path.endswith("token") or path.startswith("tracing.headers"):
+    if (
+        isinstance(error["input"], BaseModel)
+        or path.endswith("token")
+        or path.startswith("tracing.headers")
+        or "@" in str(error["input"])
+    ):
         got = ""
     return f"{name}{line}: {path + ': ' if path else ''}{message}{got}" + (f"; did you mean '{near}'?" if near else "")
 

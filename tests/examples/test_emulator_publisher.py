@@ -164,7 +164,8 @@ async def test_event_faults(faults: dict[str, int], live: list[int], replayed: l
         assert await link.numbers(len(live)) == live
         assert await link.nothing()
         assert sequences(await link.replay(b"\x00"))[: len(replayed)] == replayed
-        spent = {key: value for key, value in link.faults.as_dict().items() if value}
+        usual = Faults().as_dict()
+        spent = {key: value for key, value in link.faults.as_dict().items() if value != usual[key]}
         assert spent == {}, "a counted fault ends by itself"
 
 

@@ -307,7 +307,7 @@ def test_no_text_and_no_secret_of_a_request_is_logged(
 async def test_no_text_and_no_secret_of_an_exchange_is_logged(written: tuple[str, io.StringIO]) -> None:
     from extproc.app import App
 
-    given = configuration(endpoint="http://ada:s3cret-key@127.0.0.1:1", headers={"authorization": f"Bearer {KEY}"})
+    given = configuration(endpoint="http://127.0.0.1:1", headers={"authorization": f"Bearer {KEY}"})
     app = App(given)
     try:
         await exchange((await app.start())["ext_proc"])
