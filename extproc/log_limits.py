@@ -1,7 +1,7 @@
 """Bounds what a storm can log: the first lines of a kind pass, the rest of the period becomes one line with a count.
 
-    10:00:00 WARNING extproc.pool: instance a gets no requests for a while: requests end with 503      (5 of these)
-    10:00:10 WARNING extproc.pool: 4311 more lines like this in 10 s: instance a gets no requests for a while: ...
+    10:00:00 WARNING extproc.pool: instance a gets no requests for 5 s, ...: requests end with 503      (5 of these)
+    10:00:10 WARNING extproc.pool: 4311 more lines like this in 10 s: instance a gets no requests for 5 s, ...
 
 A kind is logger, level and message template, and the name the arguments begin with where they do, so that one engine's
 noise does not hide another's first line. Warnings and errors are bounded like everything else; DEBUG is not, for who

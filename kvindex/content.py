@@ -3,7 +3,8 @@
     shards[n][hash]  row of the block's content key; 0 = no key yet. One entry a known hash. One shard while there are
                      few, which is quicker, then so many that none becomes large (shards.py)
     odd[n][hash]     copies, only where they are not exactly one at `home`: 32 bits per place, packed in one int
-    place            small number of a (tier, attention group); `home` is the first place on DEVICE
+    places           group*4 + tier -> a small number, the place; `home` is the first place on DEVICE, `home_unit` one
+                     copy there
     shared           row*4 + tier -> holders above one, where several hashes of the stream have one content key
     unanchored       blocks whose tokens are known and whose parent's key is not (unanchored.py)
 
@@ -18,7 +19,7 @@ Writer thread only; readers see nothing of this but the mask bits in `Rows`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any, Final
 
@@ -31,8 +32,8 @@ from kvindex.unanchored import Unanchored
 
 _CHUNK: Final = 64  # blocks between two calls of `pace`
 _SPLIT: Final = 2_048  # known hashes of a shard, about: a resize takes 0.1 ms then
-_DIGIT_BITS: Final = 32
-_DIGIT: Final = (1 << _DIGIT_BITS) - 1
+DIGIT_BITS: Final = 32
+_DIGIT: Final = (1 << DIGIT_BITS) - 1
 _setdefault: Any = dict.setdefault
 _contains: Any = dict.__contains__
 _pop: Any = dict.pop
@@ -41,13 +42,13 @@ _pop: Any = dict.pop
 class Content:
     """One slot of the masks and everything behind it.
 
-    Costs: `store` 1 us a new block, hashing included, `remove` 0.5 us, both O(blocks); `clear` and `sweep` O(known
-    hashes), 1 to 2 us each, with `pace` every 64.
+    Costs (bench_index, quiet machine): `store` 2 to 3 us a new block, hashing included, `remove` 1.3 to 1.5 us, both
+    O(blocks); `clear` and `sweep` O(known hashes), about 1 us each, with `pace` every 64.
     """
 
     __slots__ = (
-        "_bits", "_digits", "_home", "_home_unit", "_mask", "_pace", "_places", "_rows", "_seed", "_shared", "_tiers",
-        "anchored", "counts", "known", "max_blocks", "max_places", "max_unanchored", "name", "odd", "shards", "slot",
+        "_bits", "_digits", "_home", "_mask", "_pace", "_rows", "_seed", "_shared", "_tiers", "anchored", "counts",
+        "home_unit", "known", "max_blocks", "max_places", "max_unanchored", "name", "odd", "places", "shards", "slot",
         "unanchored", "unmapped",
     )  # fmt: skip
 
@@ -81,11 +82,11 @@ class Content:
         self.shards: list[dict[EngineHash, int]] = [{}]
         self.odd: list[dict[EngineHash, int]] = [{}]
         self._mask = 0
-        self._places: dict[int, int] = {}
+        self.places: dict[int, int] = {}
         self._tiers: list[Tier] = []
         self._digits = [0, 0, 0]
         self._home = -1
-        self._home_unit = 0
+        self.home_unit = 0
         self.counts = [0, 0, 0]
         self.known = 0
         self.unmapped = 0
@@ -105,19 +106,6 @@ class Content:
         return [
             (hash_, shards[number].get(hash_, 0)) for hash_, number in zip(hashes, self._numbers(hashes), strict=True)
         ]
-
-    @property
-    def places(self) -> Mapping[int, int]:
-        """group * 4 + tier -> number of the place."""
-        return self._places
-
-    def known_hashes(self, pace: Callable[[], None]) -> Iterator[tuple[EngineHash, int, int]]:
-        """(hash, row, copies) of every known hash; nothing may be written meanwhile. O(known), paced."""
-        for number, shard in enumerate(self.shards):
-            odd = self.odd[number]
-            for hash_, row in shard.items():
-                yield hash_, row, odd.get(hash_, self._home_unit)
-            pace()
 
     # ---- shards -------------------------------------------------------------------------------------------------
 
@@ -330,10 +318,10 @@ class Content:
 
     def _copy(self, hashes: list[EngineHash], place: int) -> int:
         """One copy more of each mapped hash, up to the first that is not mapped: how many that were."""
-        shards, odd, masks, unit = self.shards, self.odd, self._rows.masks, self._home_unit
+        shards, odd, masks, unit = self.shards, self.odd, self._rows.masks, self.home_unit
         tier = self._tiers[place]
         bit = self._bits[tier]
-        both = self._rows.intern(unit + (1 << _DIGIT_BITS * place))
+        both = self._rows.intern(unit + (1 << DIGIT_BITS * place))
         gains = not unit & self._digits[tier]
         last = last_new = 0
         for index, (hash_, number) in enumerate(zip(hashes, self._numbers(hashes), strict=True)):
@@ -374,7 +362,7 @@ class Content:
                         if key not in rows.listed(key):
                             unlisted[key[0]][key] = self.shards[self._number(hash_)][hash_]
                 return
-        packed = rows.intern(sum(count << _DIGIT_BITS * place for place, count in units))
+        packed = rows.intern(sum(count << DIGIT_BITS * place for place, count in units))
         row = 0
         for index, hash_ in enumerate(hashes):
             number = self._number(hash_)
@@ -397,7 +385,7 @@ class Content:
     def remove(self, event: BlockRemoved) -> Outcome:
         """One copy less of each hash; hashes without a copy there are passed over."""
         hashes, shards = event.hashes, self.shards
-        place = self._places.get(event.group * 4 + event.tier, -1)
+        place = self.places.get(event.group * 4 + event.tier, -1)
         if place < 0:
             return Outcome.OK
         for start in range(0, len(hashes), _CHUNK):
@@ -443,7 +431,7 @@ class Content:
             while shard:
                 for _ in range(min(_CHUNK, len(shard))):
                     hash_, row = shard.popitem()
-                    copies = odd.get(hash_, self._home_unit)
+                    copies = odd.get(hash_, self.home_unit)
                     left = copies & ~gone
                     if left:
                         kept[hash_] = row
@@ -483,19 +471,19 @@ class Content:
     def _place(self, tier: Tier, group: int) -> int:
         """Number of (tier, group), a new one if need be."""
         name = group * 4 + tier
-        place = self._places.get(name, -1)
+        place = self.places.get(name, -1)
         if place < 0:
-            place = len(self._places)
+            place = len(self.places)
             if place >= self.max_places:
                 raise CapacityExceeded(
                     f"stream {self.name}: tier {tier.name}, group {group} would be (tier, group) number {place + 1}, "
                     f"over the bound max_places={self.max_places}"
                 )
-            self._places[name] = place
+            self.places[name] = place
             self._tiers.append(tier)
-            self._digits[tier] |= _DIGIT << _DIGIT_BITS * place
+            self._digits[tier] |= _DIGIT << DIGIT_BITS * place
             if tier == Tier.DEVICE and self._home < 0:
-                self._home, self._home_unit = place, 1 << _DIGIT_BITS * place
+                self._home, self.home_unit = place, 1 << DIGIT_BITS * place
         return place
 
     def _add(self, hash_: EngineHash, number: int, row: int, place: int) -> None:
@@ -503,21 +491,21 @@ class Content:
         tier = self._tiers[place]
         copies = 0
         if hash_ in self.shards[number]:
-            copies = self.odd[number].get(hash_, self._home_unit)
-            if copies >> _DIGIT_BITS * place & _DIGIT == _DIGIT:
+            copies = self.odd[number].get(hash_, self.home_unit)
+            if copies >> DIGIT_BITS * place & _DIGIT == _DIGIT:
                 return
         elif self.known >= self.max_blocks:
             raise self._full(1)
-        self._set(hash_, number, row, copies, copies + (1 << _DIGIT_BITS * place))
+        self._set(hash_, number, row, copies, copies + (1 << DIGIT_BITS * place))
         if row and not copies & self._digits[tier]:
             self._gain(row, tier)
 
     def _take(self, hash_: EngineHash, number: int, row: int, place: int) -> None:
         """One copy less of a known hash, if it has one there."""
-        copies = self.odd[number].get(hash_, self._home_unit)
-        if copies >> _DIGIT_BITS * place & _DIGIT:
+        copies = self.odd[number].get(hash_, self.home_unit)
+        if copies >> DIGIT_BITS * place & _DIGIT:
             tier = self._tiers[place]
-            left = copies - (1 << _DIGIT_BITS * place)
+            left = copies - (1 << DIGIT_BITS * place)
             self._set(hash_, number, row, copies, left)
             if row and not left & self._digits[tier]:
                 self._lose(row, tier)
@@ -536,7 +524,7 @@ class Content:
                 self.unmapped -= 1
                 if hash_ in self.unanchored:
                     self.unanchored.drop(hash_)
-        if new and new != self._home_unit:
+        if new and new != self.home_unit:
             self.odd[number][hash_] = self._rows.intern(new)
         else:
             self.odd[number].pop(hash_, None)
@@ -549,7 +537,7 @@ class Content:
         self.unmapped -= 1
         if self.anchored is not None:
             self.anchored.append(hash_)
-        copies = self.odd[number].get(hash_, self._home_unit)
+        copies = self.odd[number].get(hash_, self.home_unit)
         for tier in range(3):
             if copies & self._digits[tier]:
                 self._gain(row, tier)
@@ -612,42 +600,3 @@ class Content:
             f"stream {self.name}: {self.known + more} blocks known ({self.unmapped} of them without a key), "
             f"over the bound max_blocks={self.max_blocks}"
         )
-
-    # ---- proof --------------------------------------------------------------------------------------------------
-
-    def check(self, bits: dict[int, int]) -> None:
-        """Assert every invariant of the stream, and add to `bits` what its rows' masks must have. O(known hashes)."""
-        holders: dict[int, int] = {}
-        known = unmapped = 0
-        assert len(self.shards) == len(self.odd) == self._mask + 1
-        for number in range(len(self.shards)):
-            assert self.odd[number].keys() <= self.shards[number].keys(), "copies of an unknown hash"
-            assert self._home_unit not in self.odd[number].values(), "one copy at home is written down"
-            for hash_, row in self.shards[number].items():
-                assert self._number(hash_) == number, "hash in the wrong shard"
-                copies = self.odd[number].get(hash_, self._home_unit)
-                assert 0 < copies < 1 << _DIGIT_BITS * len(self._places), f"{hash_!r} has copies {copies:#x}"
-                known += 1
-                if row:
-                    assert self._rows.keys[row] is not None, f"{hash_!r} is mapped to the free row {row}"
-                    assert hash_ not in self.unanchored, f"{hash_!r} is mapped and un-anchored"
-                    assert not self.unanchored.awaits(hash_), f"{hash_!r} is mapped and waited for"
-                    for tier in Tier:
-                        if copies & self._digits[tier]:
-                            holders[row * 4 + tier] = holders.get(row * 4 + tier, 0) + 1
-                else:
-                    unmapped += 1
-        assert (known, unmapped) == (self.known, self.unmapped), "counters are off"
-        assert known <= self.max_blocks, "over max_blocks"
-        assert len(self.unanchored) <= self.max_unanchored, "over max_unanchored"
-        shared = {name: count - 1 for name, count in holders.items() if count > 1}
-        assert dict(self._shared.items()) == shared, "shared rows are off"
-        for tier in Tier:
-            assert self.counts[tier] == sum(name & 3 == tier for name in holders), f"{tier.name} count is off"
-        for name in holders:
-            bits[name >> 2] = bits.get(name >> 2, 0) | self._bits[name & 3]
-        self.unanchored.check()
-        for hash_ in self.unanchored.blocks:
-            assert self.shards[self._number(hash_)].get(hash_) == 0, f"un-anchored {hash_!r} is not known as such"
-        assert len(self._places) == len(self._tiers) <= self.max_places
-        assert (self._home < 0) == (Tier.DEVICE not in self._tiers)

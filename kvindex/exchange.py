@@ -26,7 +26,7 @@ class Refused(Exception):
 def give(directory: Directory, instance: str, dp_rank: int) -> Future[bytes]:
     """What a stream holds now, with its watermark. The future raises Refused.
 
-    About 1 us a block in the driver's thread, paced; no stream of the process is read meanwhile.
+    About 3 us a block in the driver's thread, paced; no stream of the process is read meanwhile.
     """
 
     def work(stream: Stream, sync: StreamSync) -> bytes:

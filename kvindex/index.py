@@ -39,6 +39,7 @@ from kvindex.content import Content
 from kvindex.errors import CapacityExceeded, KVIndexError
 from kvindex.events import AllBlocksCleared, BlockRemoved, BlocksMapped, BlockStored, EngineHash, Event, Outcome, Tier
 from kvindex.hashing import DEFAULT_SEED
+from kvindex.proof import prove
 from kvindex.rolling import HASHED, RollingNames
 from kvindex.rows import Rows, Run
 from kvindex.transfer import dump
@@ -238,7 +239,7 @@ class PrefixIndex:
         contents = [view._content for view in self._views]
         contents += [view._shadow._content for view in self._views if view._shadow is not None]
         for content in contents:
-            content.check(bits)
+            prove(content, bits)
         masks = self._rows.masks
         assert bits == {row: mask for row, mask in enumerate(masks) if mask}, "masks and streams disagree"
         slots = [content.slot for content in contents]

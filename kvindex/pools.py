@@ -62,7 +62,7 @@ class PoolContent(Content):
         row = self.shards[number].get(hash_)
         if row is None or as_row not in (None, row):
             return False
-        return bool(self.odd[number].get(hash_, self._home_unit) & self._digits[Tier.DEVICE])
+        return bool(self.odd[number].get(hash_, self.home_unit) & self._digits[Tier.DEVICE])
 
     def unexplained(self, hash_: int) -> bool:
         """Is it known without tokens?"""
@@ -91,7 +91,7 @@ class PoolContent(Content):
         row = self.shards[number].get(hash_)
         if row is None:
             return
-        copies = self.odd[number].get(hash_, self._home_unit)
+        copies = self.odd[number].get(hash_, self.home_unit)
         self._set(hash_, number, row, copies, 0)
         for tier in Tier:
             if row and copies & self._digits[tier]:

@@ -65,11 +65,14 @@ def dump(content: Content, rows: Rows, pace: Callable[[], None]) -> Iterator[Blo
 
     buckets: dict[int, list[tuple[int, int, EngineHash]]] = {}
     without: dict[int, list[EngineHash]] = {}
-    for hash_, row, packed in content.known_hashes(pace):
-        if row:
-            buckets.setdefault(row >> BUCKET, []).append((row, packed, hash_))
-        else:
-            without.setdefault(packed, []).append(hash_)
+    for shard, odd in zip(content.shards, content.odd, strict=True):
+        for hash_, row in shard.items():
+            packed = odd.get(hash_, content.home_unit)
+            if row:
+                buckets.setdefault(row >> BUCKET, []).append((row, packed, hash_))
+            else:
+                without.setdefault(packed, []).append(hash_)
+        pace()
     keys, after, parents = rows.keys, rows.after, rows.parents()
     for number in sorted(buckets):
         bucket = buckets.pop(number)

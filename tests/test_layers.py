@@ -73,7 +73,7 @@ IMPURE = {"socket", "threading", "asyncio", "time", "selectors", "subprocess", "
 # package-internal order of kvindex, lowest first: a module imports only lower ones
 KVINDEX_ORDER = [
     {"errors", "events", "hashing", "endpoints", "pacer", "walk", "durations"},
-    {"rows", "rolling", "shards", "unanchored", "content", "transfer", "dialects", "fleet"},
+    {"rows", "rolling", "shards", "unanchored", "content", "proof", "transfer", "dialects", "fleet"},
     {"index", "states"},
     {"feed", "match", "pools", "adoption"},
     {"machine", "pushes"},

@@ -29,7 +29,7 @@ def draw(report: Report, folder: Path) -> list[str]:
                "find": _find(rows)}  # fmt: skip
     for name, figure in figures.items():
         if figure is not None:
-            (folder / "bench").mkdir(exist_ok=True)
+            (folder / "bench").mkdir(parents=True, exist_ok=True)
             names.append(f"bench/{name}.svg")
             figure.savefig(folder / names[-1], metadata={"Date": None}, bbox_inches="tight")
     return names

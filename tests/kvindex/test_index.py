@@ -145,7 +145,7 @@ def test_copies_by_tier_group_and_hash(events: list, expected: tuple[int, int, i
 
 
 def test_copies_saturate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(content_module, "_DIGIT_BITS", 2)
+    monkeypatch.setattr(content_module, "DIGIT_BITS", 2)
     monkeypatch.setattr(content_module, "_DIGIT", 3)
     index, view = opened()
     for _ in range(9):
