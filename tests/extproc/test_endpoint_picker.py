@@ -90,6 +90,7 @@ class Rule:
     expect: frozenset[str] | int
     pool: Any = ready
     hint: Any = None
+    metadata: dict[str, Any] | None = None
     body: bytes | None = BODY
     method: str = "POST"
     path: str = "/v1/completions"
@@ -112,6 +113,9 @@ RULES = [
     Rule("subset is an empty string: 503", 503, hint="", reason="no_candidate"),
     Rule("no member of the subset is in the pool: 503", 503, hint=["10.9.9.9:1"], reason="no_candidate"),
     Rule("no member of the subset is ready: 503", 503, pool=one_draining, hint=[A], reason="no_candidate"),
+    Rule("the namespace without the key: the whole pool", some(A, B, C), metadata={HINT: {"another": [A]}}),
+    Rule("the key in another namespace: the whole pool", some(A, B, C), metadata={"envoy.lb": {KEY: [A]}}),
+    Rule("the key as a client's header: the whole pool", some(A, B, C), headers=((KEY, A),)),
     Rule("only what is ready", some(B), pool=one_draining),
     Rule("no ready endpoint: 503", 503, pool=none_ready, reason="no_candidate"),
     Rule("an empty pool: 503", 503, pool=empty, reason="no_candidate"),
@@ -175,7 +179,7 @@ async def serving(
 
 async def send_request(stream: Stream, rule: Rule, mode: str) -> None:
     """Headers and body as Envoy sends them, with the replies that Envoy would wait for before it goes on."""
-    metadata = None if rule.hint is None else {HINT: {KEY: rule.hint}}
+    metadata = rule.metadata or (None if rule.hint is None else {HINT: {KEY: rule.hint}})
     headers = ((":method", rule.method), (":path", rule.path), *rule.headers)
     stream.exchange.headers = dict(headers)
     first = request_headers(headers, end=rule.body is None, modes=MODES[mode], metadata=metadata)
@@ -195,6 +199,33 @@ async def send_request(stream: Stream, rule: Rule, mode: str) -> None:
             break
 
 
+async def check_rule(stream: Stream, rule: Rule, mode: str) -> None:
+    """Sends the request and holds every reply against the rule."""
+    await send_request(stream, rule, mode)
+    exchange = stream.exchange
+    if isinstance(rule.expect, int):
+        assert exchange.immediate is not None
+        assert exchange.immediate.status is not None
+        assert int(exchange.immediate.status.code) == rule.expect
+        error = orjson.loads(exchange.immediate.body)["error"]
+        assert error["code"] == rule.expect
+        assert await stream.read() is None, "nothing follows an immediate response"
+        assert exchange.metadata.get("kvcar", {}).get("reason") is None
+        return
+    assert exchange.immediate is None
+    told = exchange.metadata["envoy.lb"][DESTINATION]
+    assert exchange.destination == told, "header and metadata say the same"
+    listed = told.split(",")
+    assert len(listed) == len(set(listed))
+    assert set(listed) == rule.expect
+    if mode == "full duplex":
+        assert exchange.decision_in == "request_headers"
+        assert exchange.body == (rule.body or b"")
+        assert exchange.body_ended == (rule.body is not None)
+    await stream.ask(response_headers(served_metadata=listed[0], end=True))
+    assert exchange.metadata.get("kvcar", {}).get("reason") == rule.reason
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rule", RULES, ids=[rule.text for rule in RULES])
 async def test_rule(rule: Rule, mode: str) -> None:
@@ -202,30 +233,7 @@ async def test_rule(rule: Rule, mode: str) -> None:
     before = pool.inflight.total()
     async with serving(pool, rule.decider) as picker:
         async with picker.stream() as stream:
-            await send_request(stream, rule, mode)
-            exchange = stream.exchange
-            if isinstance(rule.expect, int):
-                assert exchange.immediate is not None
-                assert exchange.immediate.status is not None
-                assert int(exchange.immediate.status.code) == rule.expect
-                error = orjson.loads(exchange.immediate.body)["error"]
-                assert error["code"] == rule.expect
-                assert await stream.read() is None, "nothing follows an immediate response"
-            else:
-                assert exchange.immediate is None
-                told = exchange.metadata["envoy.lb"][DESTINATION]
-                assert exchange.destination == told, "header and metadata say the same"
-                listed = told.split(",")
-                assert len(listed) == len(set(listed))
-                assert set(listed) == rule.expect
-                if mode == "full duplex":
-                    assert exchange.decision_in == "request_headers"
-                    assert exchange.body == (rule.body or b"")
-                    assert exchange.body_ended == (rule.body is not None)
-                await stream.ask(response_headers(served_metadata=listed[0], end=True))
-            assert exchange.metadata.get("kvcar", {}).get("reason") == (
-                None if isinstance(rule.expect, int) else rule.reason
-            )
+            await check_rule(stream, rule, mode)
         await picker.quiet()
         assert pool.inflight.total() == before, "nothing is left charged"
         if rule.reason not in (None, "shed"):
