@@ -114,7 +114,7 @@ class App:
         instances_of(config)
         self.transport = EventTransport(options)
         self.overrides = Overrides()
-        self.sources = Sources(self.fleet)
+        self.sources = Sources(self.fleet, loopback=config.admin.is_local)
         self._assembly = Assembly(config, self.fleet, self.transport, limits, self.overrides)
         self._built = {pool.name: self._assembly.make(pool) for pool in config.pools}
         self.pools = Pools(built.pool for built in self._built.values())

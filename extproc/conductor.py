@@ -18,12 +18,13 @@ from dataclasses import dataclass
 
 from extproc.admin.registration import Registrations
 from extproc.admin.server import AdminServer, guarded
-from extproc.registrar import Holder, Registrar
+from extproc.registrar import Holder, Home, Registrar
 from extproc.registry import MOTOR, Context, Registry, Rejected
 from extproc.watch import watch
 from kvindex.directory import Directory
 from kvindex.fleet import Fleet, Instance
 from kvindex.hashing import DEFAULT_SEED
+from kvindex.networks import Networks, is_local
 from kvindex.options import TransportOptions, from_environment
 from kvindex.sync import SyncLimits
 from kvindex.transport import EventTransport
@@ -44,6 +45,7 @@ class ConductorOptions:
     form            of the answers: "motor" or "mooncake"
     expire_after    seconds after which a registration that is not repeated is dropped, None = never
     max_streams     ranks followed of one model
+    networks        where what registers may be, () = see kvindex/networks.py
     """
 
     host: str = "127.0.0.1"
@@ -55,6 +57,7 @@ class ConductorOptions:
     form: str = MOTOR
     expire_after: float | None = None
     max_streams: int = 256
+    networks: tuple[str, ...] = ()
 
 
 class OpenHome:
@@ -64,11 +67,12 @@ class OpenHome:
     recovery: str | None = None
     name = ""
 
-    def __init__(self, context: Context, directory: Directory, expire_after: float | None) -> None:
+    def __init__(self, context: Context, directory: Directory, expire_after: float | None, networks: Networks) -> None:
         self.context = context
         self.model = context.model
         self.directory = directory
         self.expire_after = expire_after
+        self._networks = networks
         self._fleet = Fleet()
         directory.index.keep_names()
         directory.attach(self._fleet)
@@ -83,6 +87,9 @@ class OpenHome:
     def taken(self, name: str) -> bool:
         return False
 
+    def admit(self, instance: Instance) -> None:
+        self._networks.admit(instance)
+
     def upsert(self, instance: Instance) -> None:
         self._fleet.upsert(instance)
 
@@ -96,6 +103,7 @@ class OpenHomes:
     def __init__(self, make: Callable[[int | None], Directory], options: ConductorOptions) -> None:
         self._make = make
         self._options = options
+        self._networks = Networks(options.networks, loopback=is_local(options.host))
         self._homes: dict[Context, OpenHome] = {}
 
     def closed(self) -> str | None:
@@ -129,15 +137,23 @@ class OpenHomes:
         wanted = options.block_size or block_size
         if home is not None and (home.by_name or home.directory.block_size in (None, wanted)):
             return home
-        if home is None and len(self._homes) >= MAX_CONTEXTS:
-            left = next((other for other, one in self._homes.items() if not one.by_name), None)
-            if left is None:
-                raise Rejected(f"{MAX_CONTEXTS} models and tenants are registered, which is the bound", 503, "full")
+        if home is None and len(self._homes) >= MAX_CONTEXTS and self._left() is None:
+            raise Rejected(f"{MAX_CONTEXTS} models and tenants are registered, which is the bound", 503, "full")
+        return OpenHome(context, self._make(wanted), options.expire_after, self._networks)
+
+    def keep(self, home: Home) -> None:
+        """A new one takes the place of an empty one: its own before, or where there is none left, another's."""
+        if not isinstance(home, OpenHome) or self._homes.get(home.context) is home:
+            return
+        left: Context | None = home.context
+        if left not in self._homes:
+            left = self._left() if len(self._homes) >= MAX_CONTEXTS else None
+        if left is not None:
             self._homes.pop(left).directory.close()
-        if home is not None:
-            home.directory.close()
-        home = self._homes[context] = OpenHome(context, self._make(wanted), options.expire_after)
-        return home
+        self._homes[home.context] = home
+
+    def _left(self) -> Context | None:
+        return next((context for context, home in self._homes.items() if not home.by_name), None)
 
     def held(self) -> Iterable[OpenHome]:
         return self._homes.values()

@@ -28,7 +28,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from extproc.config_keys import closest, explained, quoted
-from extproc.config_types import Address, HeaderName, HttpUrl, Node, RequestPath
+from extproc.config_types import Address, HeaderName, HttpUrl, NetworkText, Node, RequestPath
 from extproc.config_types import ConfigError as ConfigError
 from extproc.decision import PROFILES, Profile
 from extproc.discovery_config import DiscoveryConfig
@@ -91,6 +91,11 @@ class Admin(Node):
     tls: Tls | None = None
     conductor_form: Literal["motor", "mooncake"] = "motor"
     aibrix_metrics: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches it."""
+        return ipaddress.ip_address(self.address.rpartition(":")[0].strip("[]")).is_loopback
 
 
 class Startup(Node):
@@ -319,6 +324,7 @@ class Pool(Node):
     instances: tuple[InstanceConfig, ...] = ()
     publishers: tuple[PublisherConfig, ...] = ()
     discovery: tuple[DiscoveryConfig, ...] = ()
+    networks: tuple[NetworkText, ...] = ()
     endpoints_file: EndpointsFileConfig | None = None
 
     @property
@@ -384,8 +390,7 @@ class Config(Node):
             )
         if self.limits.tokenize_timeout_ms > self.limits.decide_timeout_ms:
             raise ValueError("limits.tokenize_timeout_ms is above limits.decide_timeout_ms, of which it is a part")
-        host = self.admin.address.rpartition(":")[0].strip("[]")
-        if not (ipaddress.ip_address(host).is_loopback or self.admin.token or self.admin.allow_unauthenticated):
+        if not (self.admin.is_local or self.admin.token or self.admin.allow_unauthenticated):
             raise ValueError(
                 f"admin.address {self.admin.address} is reachable from outside: set admin.token, "
                 "or admin.allow_unauthenticated: true if the network protects it"

@@ -7,6 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
+from kvindex.errors import ConfigurationError
+from kvindex.networks import parse_network
+
 
 class ConfigError(Exception):
     """The configuration cannot be used; the message has one line a mistake, ready to print."""
@@ -75,5 +78,14 @@ def _url(text: str) -> str:
     return text
 
 
+def _network(text: str) -> str:
+    try:
+        parse_network(text)
+    except ConfigurationError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+NetworkText = Annotated[str, AfterValidator(_network)]
 HttpUrl = Annotated[str, AfterValidator(_url)]
 RequestPath = Annotated[str, AfterValidator(_path)]

@@ -35,6 +35,11 @@ class DiscoveryNode(Node):
     def check(self, facts: PoolFacts) -> None:
         """Files that the options name can be used. Raises ConfigurationError that names file and remedy."""
 
+    @property
+    def by_hand(self) -> bool:
+        """Whether the operator writes what it finds, so that its instances may be anywhere (kvindex/networks.py)."""
+        return False
+
     def bounds(self) -> Mapping[str, int]:
         """Keys of `events`, block_size and hash_seed that the source sets for its pool."""
         return {}
@@ -144,6 +149,10 @@ class XllmFileDiscovery(DiscoveryNode):
         if found.ports is not None and self.etcd is None:
             raise ConfigurationError(f"{self.path} has `discovery`: say under `etcd` where the engines register")
         return found
+
+    @property
+    def by_hand(self) -> bool:
+        return self.etcd is None
 
     def check(self, facts: PoolFacts) -> None:
         self._read(facts)
@@ -335,6 +344,10 @@ class FileDiscovery(DiscoveryNode):
     type: Literal["file"]
     path: str = Field(min_length=1)
     interval_ms: int = Field(1000, ge=10, le=3_600_000)
+
+    @property
+    def by_hand(self) -> bool:
+        return True
 
     def doubt(self) -> str | None:
         if Path(self.path).is_file():

@@ -73,6 +73,9 @@ class Home(Holder, Protocol):
     def taken(self, name: str) -> bool:
         """Whether somebody else has an instance of this name."""
 
+    def admit(self, instance: Instance) -> None:
+        """Raises ConfigurationError for a place where none may be (kvindex/networks.py)."""
+
     def upsert(self, instance: Instance) -> None: ...
     def remove(self, name: str) -> None: ...
 
@@ -85,7 +88,10 @@ class Homes(Protocol):
         """Where workers of this model register, None = nowhere yet."""
 
     def open(self, model: str, tenant: str, block_size: int | None) -> Home:
-        """The same, made if need be. Raises Rejected that says what to do."""
+        """The same, made if need be, and nothing else is changed. Raises Rejected that says what to do."""
+
+    def keep(self, home: Home) -> None:
+        """Takes what `open` gave: somebody is registered there."""
 
     def closed(self) -> str | None:
         """Why there are no registrations at all here, None = there are."""
@@ -120,6 +126,10 @@ class Registrar:
         if size is not None and given.block_size not in (None, size):
             raise self.registry.conflict(f"model {given.model} has blocks of {size} tokens, not {given.block_size}")
         known = dict(self.registry.ranks(worker))
+        try:
+            home.admit(_places(given))
+        except ConfigurationError as error:
+            raise Rejected(str(error), 403, "forbidden_address") from None
         if not given.is_pool:
             if not known and home.taken(worker.instance_id):
                 raise self.registry.conflict(
@@ -133,6 +143,7 @@ class Registrar:
         if self.registry.register(given, now):
             log.info("registered %s rank %d of model %s, events at %s", worker.instance_id, given.dp_rank,
                      given.model, given.events)  # fmt: skip
+            self.homes.keep(home)
             try:
                 self._refresh(worker, home)
             except ConfigurationError as error:  # a store whose name or endpoint a configured one has
@@ -221,6 +232,13 @@ def _instance(ranks: Mapping[int, Registration], home: Home) -> Instance:
     return instance_of(ranks, pool=home.name, dialect=home.dialect, recovery=home.recovery)
 
 
+def _places(given: Registration) -> Instance:
+    """All the places of a registration, an engine's or a store's."""
+    if given.is_pool:
+        return Instance(given.worker.instance_id, given.address, events=(publisher_of(given).endpoint,))
+    return instance_of({given.dp_rank: given}, pool="")
+
+
 class PoolHome:
     """A pool of `kvcar serve` with the source that its registrations go to."""
 
@@ -243,6 +261,9 @@ class PoolHome:
 
     def taken(self, name: str) -> bool:
         return any(name in pool.by_name for pool in self._pools)
+
+    def admit(self, instance: Instance) -> None:
+        self._source.admit(instance)
 
     def upsert(self, instance: Instance) -> None:
         self._source.upsert(instance)
@@ -283,6 +304,9 @@ class PoolHomes:
                 " the model to the `models` of one that does", 404, "unknown_context",
             )  # fmt: skip
         return home
+
+    def keep(self, home: Home) -> None:
+        """Pools are there anyway."""
 
     def holder(self, model: str, tenant: str) -> Pool | None:
         return self._pools.of(model) if tenant == TENANT else None

@@ -20,6 +20,7 @@ from extproc.discovery_config import DiscoveryNode
 from extproc.instances import PoolFacts, instance_of
 from kvindex.discovery.base import FleetFeed, Source
 from kvindex.fleet import ChangeKind, Fleet, FleetChange
+from kvindex.networks import Networks
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +43,10 @@ class _Running:
 class Sources:
     """All sources of one process. `use` needs a running event loop; `close` ends them and leaves the fleet as it is."""
 
-    def __init__(self, fleet: Fleet, *, first_pause: float = FIRST_PAUSE) -> None:
+    def __init__(self, fleet: Fleet, *, loopback: bool = True, first_pause: float = FIRST_PAUSE) -> None:
+        """loopback  whether what is found may be on this machine without being listed in the pool's `networks`"""
         self._fleet = fleet
+        self._loopback = loopback
         self._first_pause = first_pause
         self._configured: dict[str, FleetFeed] = {}
         self._running: dict[Key, _Running] = {}
@@ -67,15 +70,19 @@ class Sources:
                 feed = self._configured[pool.name] = FleetFeed(self._fleet, name=f"{pool.name}/configured")
             feed.replace(instance_of(pool.facts, given) for given in pool.instances)
             feed.ready()
+        allowed = {pool.name: Networks(pool.networks, loopback=self._loopback) for pool in pools}
         for key, given in wanted.items():
             old = self._running.get(key)
+            facts, options = given
+            networks = None if options.by_hand else allowed[key[0]]
+            if old is not None:
+                old.feed.restrict(networks)
             if old is not None and old.given == given:
                 continue
-            facts, options = given
             source = options.source(facts)
             if old is None:
                 name = f"{key[0]}/{key[1]}" + (f"#{key[2]}" if key[2] else "")
-                feed = FleetFeed(self._fleet, name=name, on_ready=self._changed.set)
+                feed = FleetFeed(self._fleet, name=name, on_ready=self._changed.set, networks=networks)
             else:
                 old.task.cancel()
                 feed = old.feed

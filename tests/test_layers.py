@@ -60,6 +60,7 @@ PURE = [
     "kvindex/states.py",
     "kvindex/dialects/",
     "kvindex/fleet.py",
+    "kvindex/networks.py",
     "extproc/session.py",
     "extproc/session_rules.py",
     "extproc/messages.py",
@@ -74,7 +75,7 @@ IMPURE = {"socket", "threading", "asyncio", "time", "selectors", "subprocess", "
 KVINDEX_ORDER = [
     {"errors", "events", "hashing", "endpoints", "pacer", "walk", "durations"},
     {"rows", "rolling", "shards", "unanchored", "content", "proof", "transfer", "dialects", "fleet"},
-    {"index", "states"},
+    {"index", "states", "networks"},
     {"feed", "match", "pools", "adoption"},
     {"machine", "pushes"},
     {"sync"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import sys
@@ -10,6 +9,8 @@ import sys
 import click
 
 from extproc.commands.common import fail
+from kvindex.errors import ConfigurationError
+from kvindex.networks import is_local, parse_network
 
 
 @click.command()
@@ -32,6 +33,17 @@ from extproc.commands.common import fail
     help="Seed of the index's own keys.",
 )
 @click.option("--token", envvar="KVCAR_TOKEN", help="Ask for it as X-Internal-Token or Bearer; also $KVCAR_TOKEN.")
+@click.option(
+    "--allow-unauthenticated", is_flag=True, help="Listen on an address that is not loopback without a --token."
+)
+@click.option(
+    "--network",
+    "networks",
+    multiple=True,
+    metavar="CIDR",
+    help="Take registrations of addresses in it only; repeat for several. Default: any but link-local ones, cloud"
+    " metadata services and, unless --host is one, loopback.",
+)
 @click.option(
     "--expire-after",
     type=click.FloatRange(min=1),
@@ -58,7 +70,8 @@ from extproc.commands.common import fail
 @click.option("--print-port", is_flag=True, help="Print one JSON line with the address on stdout when ready.")
 def conductor(
     host: str, port: int, form: str, block_size: int | None, models: tuple[str, ...], hash_seed: int,
-    token: str | None, expire_after: float | None, max_streams: int, log_level: str, log_format: str, print_port: bool,
+    token: str | None, allow_unauthenticated: bool, networks: tuple[str, ...], expire_after: float | None,
+    max_streams: int, log_level: str, log_format: str, print_port: bool,
 ) -> None:  # fmt: skip
     """Run the KV directory alone, behind the HTTP API of a conductor.
 
@@ -72,11 +85,19 @@ def conductor(
     set_up_logs(log_level, log_format)
     if token is not None and len(token) < 8:
         fail("--token: at least 8 letters")
-    if token is None and not _is_loopback(host):
-        logging.getLogger(__name__).warning(
-            "%s is reachable from outside and no --token is set: whoever reaches it can register engines", host
+    if token is None and not allow_unauthenticated and not is_local(host):
+        fail(
+            f"--host {host} is reachable from outside, and whoever reaches it could register engines: set --token,"
+            " or --allow-unauthenticated if the network protects it"
         )
-    options = server.ConductorOptions(host, port, block_size, models, hash_seed, token, form, expire_after, max_streams)
+    try:
+        for one in networks:
+            parse_network(one)
+    except ConfigurationError as error:
+        fail(f"--network: {error}")
+    options = server.ConductorOptions(
+        host, port, block_size, models, hash_seed, token, form, expire_after, max_streams, networks
+    )
 
     def announce(bound: int) -> None:
         shown = f"[{host}]" if ":" in host else host
@@ -89,10 +110,3 @@ def conductor(
         server.run(options, announce)
     except OSError as error:
         fail(str(error), 1)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from kvindex.errors import ConfigurationError
 from kvindex.fleet import Fleet, Instance
+from kvindex.networks import Networks
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,10 @@ class Notify(Protocol):
         """What is wrong with the source now, None = nothing; what was found before stays."""
         ...
 
+    def admit(self, instance: Instance) -> None:
+        """Raises ConfigurationError for an instance that `upsert` would refuse because of where it is."""
+        ...
+
 
 class Source(Protocol):
     """`run` until cancelled."""
@@ -42,10 +47,20 @@ class Source(Protocol):
 class FleetFeed:
     """A source's way into a fleet: owns the names it brought, so that sources do not take each other's away.
 
-    An instance that is invalid or belongs to another source is refused: logged once, listed in `refused`, never raised.
+    An instance that is invalid, belongs to another source or is where none may be is refused: logged once, listed in
+    `refused`, never raised.
+
+    networks  where its instances may be, None = anywhere: what an operator wrote
     """
 
-    def __init__(self, fleet: Fleet, *, name: str, on_ready: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        name: str,
+        on_ready: Callable[[], None] | None = None,
+        networks: Networks | None = None,
+    ) -> None:
         self.name = name
         self.is_ready = False
         self.error: str | None = None
@@ -55,12 +70,29 @@ class FleetFeed:
         self._fleet = fleet
         self._waiting: dict[str, Instance] = {}
         self._on_ready = on_ready
+        self._networks = networks
+
+    def admit(self, instance: Instance) -> None:
+        if self._networks is not None:
+            self._networks.admit(instance)
+
+    def restrict(self, networks: Networks | None) -> None:
+        """From now on; those of its instances that are elsewhere leave the fleet, those that are not any more come."""
+        self._networks = networks
+        for instance in [one for name in self.names if (one := self._fleet.get(name)) is not None]:
+            try:
+                self.admit(instance)
+            except ConfigurationError:
+                self.remove(instance.name)
+                self._waiting[instance.name] = instance
+        self.retry()
 
     def upsert(self, instance: Instance) -> None:
         name = instance.name
         try:
             if name not in self.names and self._fleet.get(name) is not None:
                 raise ConfigurationError(f"instance {name!r} is already known from another source")
+            self.admit(instance)
             self._fleet.upsert(instance)
         except ConfigurationError as error:
             if self.refused.get(name) != str(error):

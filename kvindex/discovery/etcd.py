@@ -20,6 +20,7 @@ from kvindex.discovery.base import Notify
 from kvindex.discovery.etcd_client import Compacted, EtcdClient, EtcdError, EtcdOptions
 from kvindex.discovery.xllm_registry import Question, Registry, key_range
 from kvindex.errors import ConfigurationError
+from kvindex.fleet import Instance
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +143,12 @@ class EtcdSource:
                 pass
 
     async def _question(self, session: aiohttp.ClientSession, notify: Notify, question: Question) -> None:
-        if await self._healthy(session, question.address):
+        try:
+            notify.admit(Instance(question.name, question.address))
+            healthy = await self._healthy(session, question.address)
+        except ConfigurationError:  # refused before, too: nothing is sent there
+            healthy = False
+        if healthy:
             self._registry.answered(question, time.monotonic())
         else:
             self._registry.silent(question, time.monotonic())

@@ -37,6 +37,11 @@ class Registered:
         finally:
             self._notify = None
 
+    def admit(self, instance: Instance) -> None:
+        """Raises ConfigurationError for a place where no instance of this source may be."""
+        if self._notify is not None:
+            self._notify.admit(instance)
+
     def upsert(self, instance: Instance) -> None:
         """In the event loop."""
         self.instances[instance.name] = instance

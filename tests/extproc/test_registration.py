@@ -29,6 +29,7 @@ from kvindex.discovery.base import FleetFeed
 from kvindex.discovery.registered import Registered
 from kvindex.fleet import Fleet, PoolPublisher, StreamEndpoint
 from kvindex.hashing import pack_tokens
+from kvindex.networks import Networks
 from kvindex.rolling import local_hashes, rolled
 from tests.extproc.pool_model import Driver, engine, make_pool
 
@@ -236,6 +237,59 @@ async def test_token_and_models(opened: Open) -> None:
     assert (status, "--model other" in found["error"]) == (404, True)
 
 
+AT = {"endpoint": "tcp://{}:5557", "replay_endpoint": "tcp://{}:5558", "address": "{}:80"}
+"""What a registration makes kvcar connect to."""
+
+
+@pytest.mark.parametrize("field", [*AT, "medium_endpoints"])
+@pytest.mark.parametrize(
+    ("host", "options", "status"),
+    [
+        ("169.254.169.254", {}, 403),
+        ("127.0.0.1", {}, 201),
+        ("127.0.0.1", {"host": "0.0.0.0"}, 403),
+        ("127.0.0.1", {"host": "0.0.0.0", "networks": ("127.0.0.0/8", "10.0.0.0/8")}, 201),
+        ("11.0.0.1", {"networks": ("10.0.0.0/8",)}, 403),
+    ],
+)
+async def test_places_where_nobody_may_be(field: str, host: str, options: Any, status: int, opened: Open) -> None:
+    """Refused whole: no index is made, nothing is followed."""
+    client, registrar = await opened(open_homes(**options))
+    given = {"medium_endpoints": {"disk": AT["endpoint"].format(host)}} if field not in AT else {
+        field: AT[field].format(host)
+    }  # fmt: skip
+    found, answer = await ask(client, "/register", {**E1, **given})
+    assert (found, len(registrar.registry)) == (status, int(status == 201))
+    if status == 403:
+        assert host in answer["error"]
+        assert "`networks`" in answer["error"]
+        assert registrar.homes.find(MODEL, "default") is None
+    store = {**E1, "instance_id": "s", "type": "Mooncake", "endpoint": AT["endpoint"].format(host)}
+    assert (await ask(client, "/register", {**store, "endpoint": f"tcp://{host}:6000"}))[0] == status
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"endpoint": "tcp://169.254.169.254:1"},
+        {"block_size": 8},
+        {"endpoint": "tcp://10.0.0.1:5557", "dp_rank": 4095, "dp_size": 1},
+    ],
+    ids=str,
+)
+async def test_what_is_refused_makes_no_index_and_takes_no_place(
+    wrong: Any, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conductor, "MAX_CONTEXTS", 1)
+    client, registrar = await opened(open_homes(block_size=4))
+    assert (await ask(client, "/register", E1))[0] == 201
+    await ask(client, "/unregister", {"instance_id": "e1"})
+    kept = registrar.homes.find(MODEL, "default")
+    assert (await ask(client, "/register", {**E1, "modelname": "another", **wrong}))[0] >= 400
+    assert list(registrar.homes.held()) == [kept]
+    assert await ask(client, "/query", {"model": MODEL, "token_ids": []}) == (200, {"default": {}})
+
+
 async def test_an_index_outlives_its_workers_but_not_their_block_size(opened: Open) -> None:
     client, registrar = await opened()
     await ask(client, "/register", PUSHING)
@@ -320,7 +374,7 @@ class Serve:
 
     async def start(self) -> None:
         for source in self.sources:
-            feed = FleetFeed(self.fleet(source.pool), name=source.pool)
+            feed = FleetFeed(self.fleet(source.pool), name=source.pool, networks=Networks(("10.0.0.0/8",)))
             self._tasks.append(asyncio.create_task(source.run(feed)))
         await asyncio.sleep(0)
 
@@ -346,6 +400,7 @@ async def test_pools_take_registrations(opened: Open) -> None:
         ({**E1, "modelname": "unknown"}, 404, "discovery: [{type: http}]"),
         ({**E1, "tenant_id": "t"}, 404, "one tenant"),
         ({**E1, "instance_id": "e4", "block_size": 8, "endpoint": "tcp://10.0.0.4:1"}, 409, "blocks of 4"),
+        ({**E1, "instance_id": "e5", "endpoint": "tcp://10.0.0.5:1", "address": "11.0.0.1:80"}, 403, "`networks`"),
     ]
     for body, expected, words in rows:
         status, found = await ask(client, "/register", body)

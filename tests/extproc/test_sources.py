@@ -118,6 +118,20 @@ async def test_changed_options_keep_what_is_found_again() -> None:
         ]
 
 
+async def test_networks_bind_what_is_found_and_not_what_is_written() -> None:
+    """Also when a reload changes them; instances of the configuration may be anywhere."""
+    far = Instance("far", "169.254.169.254:80", pool="p")
+    script = ready_with(one("a"), far)
+    async with running(pool(script, configured=(("mine", 9),))) as (sources, fleet):
+        await until(lambda: sources.ready)
+        assert set(fleet.snapshot()) == {"a", "mine"}
+        assert "link-local" in sources.status()[1]["refused"]["far"]
+        sources.use([pool(script, configured=(("mine", 9),), networks=("192.168.0.0/16",))])
+        assert set(fleet.snapshot()) == {"mine"}
+        sources.use([pool(script, configured=(("mine", 9),), networks=("10.0.0.0/8", "169.254.169.254/32"))])
+        assert set(fleet.snapshot()) == {"a", "far", "mine"}
+
+
 async def test_equal_options_change_nothing() -> None:
     calls: list[int] = []
 

@@ -156,8 +156,11 @@ def test_mistakes_on_the_command_line() -> None:
         port = str(taken.getsockname()[1])
         rows = [
             (("--port", port), 1, f"cannot listen on 127.0.0.1:{port}: Address already in use"),
-            (("--host", "192.0.2.1", "--port", "0"), 1, "cannot listen on 192.0.2.1:0"),
+            (("--host", "192.0.2.1", "--port", "0", "--token", "long-enough"), 1, "cannot listen on 192.0.2.1:0"),
             (("--token", "short"), 2, "at least 8"),
+            (("--host", "0.0.0.0", "--port", "0"), 2, "set --token, or --allow-unauthenticated"),
+            (("--host", "192.0.2.1", "--port", "0", "--allow-unauthenticated"), 1, "cannot listen on 192.0.2.1:0"),
+            (("--network", "10.0.0.1/8"), 2, "--network: '10.0.0.1/8' is no network"),
             (("--form", "other"), 2, "mooncake"),
             (("--block-size", "0"), 2, "--block-size"),
         ]
