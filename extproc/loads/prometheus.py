@@ -48,26 +48,32 @@ ENGINES: dict[str, Names] = {
 }
 """First name that is present wins. vLLM renamed gpu_cache_usage_perc to kv_cache_usage_perc."""
 
+_LABELS = r"""(?:[^"}\n]++|"(?:[^"\\\n]++|\\.)*+")*+"""
 _WANTED = [name for names in ENGINES.values() for group in names[:3] for name in group]
 
 
 def _pattern(names: Iterable[str]) -> re.Pattern[str]:
-    """A sample line of one of the names: name, optional labels up to the last brace, value, optional timestamp.
+    """A sample line of one of the names: name, optional labels in braces, value, optional timestamp.
 
     Begins with the newline and has each engine's prefix once, which makes the search ten times faster than `^` over
-    whole names. Exporters that rewrite colons make "vllm_" of "vllm:".
+    whole names. Exporters that rewrite colons make "vllm_" of "vllm:". No part can be matched in two ways, so that a
+    page made for it costs no more than any other (`tests/extproc/test_loads.py`).
     """
     tails: dict[str, list[str]] = {}
     for name in names:
         head, colon, tail = name.rpartition(":")
         tails.setdefault(re.escape(head) + "[:_]" if colon else "", []).append(re.escape(tail))
     each = "|".join(f"{head}(?:{'|'.join(group)})" for head, group in tails.items())
-    return re.compile(rf"\n({each})(?:\{{([^\n]*)\}})?[ \t]+([^\s]+)(?:[ \t]+-?\d+)?[ \t]*\r?(?=\n)")
+    return re.compile(rf"\n({each})(?:\{{({_LABELS})\}})?[ \t]++([^\s]++)(?:[ \t]++-?\d++)?+[ \t]*+\r?(?=\n)")
 
 
 _LINE = _pattern(_WANTED)
 _CANONICAL = {name.replace(":", "_"): name for name in _WANTED}
-_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
+_LABEL = re.compile(r'[ \t]*+([a-zA-Z_][a-zA-Z0-9_]*+)[ \t]*+=[ \t]*+"((?:[^"\\]++|\\.)*+)"[ \t]*+,?+')
+MAX_SERIES = 8192
+"""Lines of interest on a page: all ranks of an engine, several times over."""
+MAX_RANK_DIGITS = 5
+MAX_LABELS = 64
 
 
 @dataclass(slots=True)
@@ -88,16 +94,29 @@ def parse(page: str) -> Scrape:
     """A /metrics page as loads by rank.
 
     Raises InvalidReport when the page is of no known engine, lacks the waiting gauge, or a value is NaN, infinite,
-    negative or no number. Several series of one rank: waiting and running are summed, usage is the highest. O(page).
+    negative or no number, or there are more than MAX_SERIES of them. Several series of one rank: waiting and running
+    are summed, usage is the highest. O(page).
     """
     series: dict[str, list[tuple[dict[str, str], str]]] = {}
-    for name, labels, value in _LINE.findall(f"\n{page}\n"):
+    for number, line in enumerate(_LINE.finditer(f"\n{page}\n")):
+        if number == MAX_SERIES:
+            raise InvalidReport(f"more than {MAX_SERIES} lines of waiting, running and usage on the page")
+        name, labels, value = line.groups()
         key = _CANONICAL[name.replace(":", "_")]
-        series.setdefault(key, []).append((dict(_LABEL.findall(labels)), value))
+        series.setdefault(key, []).append((_labels(labels or ""), value))
     for engine, names in ENGINES.items():
         if any(name in series for name in names.waiting):
             return _read(engine, names, series)
     raise InvalidReport("no waiting gauge of a known engine on the page (" + ", ".join(ENGINES) + ")")
+
+
+def _labels(text: str) -> dict[str, str]:
+    """Up to the first that is none."""
+    found: dict[str, str] = {}
+    at = 0
+    while len(found) < MAX_LABELS and (label := _LABEL.match(text, at)):
+        found[label[1]], at = label[2], label.end()
+    return found
 
 
 def _read(engine: str, names: Names, series: Mapping[str, list[tuple[dict[str, str], str]]]) -> Scrape:
@@ -124,7 +143,8 @@ def _by_rank(
         if not math.isfinite(value) or value < 0:
             raise InvalidReport(f"{name} is {text[:40]!r}, expected a finite number of at least 0")
         rank = labels.get(label, "")
-        out.setdefault(int(rank) if rank.isdecimal() else None, []).append(value)
+        told = rank.isdecimal() and len(rank) <= MAX_RANK_DIGITS
+        out.setdefault(int(rank) if told else None, []).append(value)
     return out
 
 
@@ -151,7 +171,7 @@ class PrometheusPoller:
         interval: float = 0.5,
         stale_after: float | None = None,
         timeout: float | None = None,
-        max_bytes: int = 8 << 20,
+        max_bytes: int = 4 << 20,
         clock: Callable[[], float] | None = None,
         headers: Mapping[str, str] | None = None,
     ):
@@ -215,8 +235,9 @@ class PrometheusPoller:
         if self._session is None:
             # No limit on connections: several targets may share a host, and a frozen one must not hold up the others.
             connector = aiohttp.TCPConnector(limit=0)
-            self._session = aiohttp.ClientSession(headers=self._headers, connector=connector)
-        # an engine must not send us elsewhere
+            headers = {"accept-encoding": "identity", **self._headers}
+            self._session = aiohttp.ClientSession(headers=headers, connector=connector, auto_decompress=False)
+        # an engine must not send us elsewhere, nor a small page that unpacks to a very large one
         asked = self._session.get(url, allow_redirects=False)
         async with asyncio.timeout(self._timeout), asked as response:
             if response.status != 200:

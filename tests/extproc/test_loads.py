@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import random
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from extproc.loads.base import InvalidReport, Reports, combine, valid_load
 from extproc.loads.heartbeat import MAX_BYTES, Answer, Beat, Heartbeats, refuse
@@ -485,6 +488,66 @@ async def test_poller_one_frozen_engine_delays_nobody() -> None:
     finally:
         await poller.close()
         await runner.cleanup()
+
+
+WAITING = "vllm:num_requests_waiting"
+ESCAPED = 'a="' + chr(92) + '"'
+N = 1_000_000
+HOSTILE = {
+    "one endless label": WAITING + "{" + "a" * N + "} 1",
+    "quotes that never end": WAITING + "{" + ESCAPED * (N // 5) + "} 1",
+    "labels without end": WAITING + "{" + ",".join(f'a{number}=""' for number in range(N // 10)) + "} 1",
+    "braces": WAITING + "{" + "} " * (N // 2) + " 1x y",
+    "values": WAITING + "{" + ("} 1 1" + " " * 100 + "x") * (N // 100),
+    "blanks": WAITING + "{} 1 1" + " " * N + "x",
+    "names": WAITING * (N // len(WAITING)),
+    "lines": (WAITING + "{x\n") * (N // len(WAITING)),
+    "ranks": "\n".join(f'{WAITING}{{engine="{number}"}} 1' for number in range(N // 30)),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_page_made_to_be_slow_costs_what_its_length_costs(what: str) -> None:
+    """That it ends is the test: what looks at each pair of letters takes hours for a page of 1 MB."""
+    with suppress(InvalidReport):
+        assert len(parse(HOSTILE[what]).loads) == 1
+
+
+@pytest.mark.parametrize(
+    ("labels", "rank"),
+    [
+        ('engine="3"', 3),
+        ('model_name="a}b, engine=\\"9\\"",engine="3"', 3),
+        ('model_name="",engine="12345",x="y",', 12345),
+        ('engine="' + "9" * 5000 + '"', None),
+        ('x="y" engine="3"', 3),
+        ('%="y",engine="3"', None),
+    ],
+)
+def test_labels(labels: str, rank: int | None) -> None:
+    assert list(parse(f"{WAITING}{{{labels}}} 1").loads) == [rank]
+
+
+async def test_poller_unpacks_nothing() -> None:
+    async def metrics(request: web.Request) -> web.Response:
+        assert request.headers["Accept-Encoding"] == "identity"
+        packed = gzip.compress(b"# " + bytes(8 << 20))
+        return web.Response(body=packed, headers={"Content-Encoding": "gzip"})
+
+    async with TestServer(app_of("/metrics", metrics)) as server:
+        poller = PrometheusPoller(interval=0.02)
+        try:
+            poller.update([Target("sly", str(server.make_url("/metrics")))])
+            await until(lambda: bool(poller.reports.status) and poller.reports.status["sly"].failed > 0)
+            assert "no waiting gauge" in poller.reports.status["sly"].error
+        finally:
+            await poller.close()
+
+
+def app_of(path: str, handler: Any) -> web.Application:
+    app = web.Application()
+    app.router.add_get(path, handler)
+    return app
 
 
 async def test_poller_refused_and_overlong_pages() -> None:
