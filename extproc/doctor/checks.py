@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from extproc.doctor import engines, envoy_filter, envoy_upstream, events, kvcar, live, tokens
+from extproc.doctor import engines, envoy_choice, envoy_filter, envoy_upstream, events, kvcar, live, tokens
 from extproc.doctor.check import Check
 
 ALL: tuple[Check, ...] = (
@@ -11,6 +11,7 @@ ALL: tuple[Check, ...] = (
     *events.CHECKS,
     *kvcar.CHECKS,
     *envoy_filter.CHECKS,
+    *envoy_choice.CHECKS,
     *envoy_upstream.CHECKS,
     *live.CHECKS,
 )

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from extproc.doctor.check import Check, Found, Skip
 from extproc.doctor.context import Context
-from extproc.doctor.envoy_view import EnvoyView, Json, Way, asked, seconds
+from extproc.doctor.envoy_choice import read_headers, reads_metadata
+from extproc.doctor.envoy_view import NAMESPACE, EnvoyView, Json, Way, asked, seconds
 from extproc.doctor.finding import Finding, error, note, warning
 
-NAMESPACE = "envoy.lb"
+FULL_DUPLEX = "FULL_DUPLEX_STREAMED"
 GENERATE = "take the filter from `kvcar envoy-config -c FILE --part filter`; envoy/README.md says why each setting"
 
 
@@ -99,12 +100,12 @@ def _present(view: EnvoyView, context: Context) -> Iterator[Finding]:
             )
 
 
-def each(view: EnvoyView) -> list[tuple[str, Json]]:
-    """(where, settings) of the filter as every scored way sees it, equal ones once."""
-    found: dict[str, tuple[str, Json]] = {}
+def each(view: EnvoyView) -> list[tuple[Way, Json]]:
+    """(way, settings) of the filter as every scored way sees it, equal ones once."""
+    found: dict[str, tuple[Way, Json]] = {}
     for way in view.scored:
         assert way.filter is not None
-        found.setdefault(f"{way.listener} {way.filter!r}", (way.name, way.filter))
+        found.setdefault(f"{way.listener} {way.filter!r}", (way, way.filter))
     if not found:
         raise Skip("no ext_proc filter runs on a way of prompts")
     return list(found.values())
@@ -112,34 +113,37 @@ def each(view: EnvoyView) -> list[tuple[str, Json]]:
 
 async def metadata(context: Context) -> Found:
     """Envoy takes metadata only of namespaces that it is told to receive."""
+    view = await context.envoy()
     found = []
-    for where, settings in each(await context.envoy()):
+    for way, settings in each(view):
         received = settings.get("metadata_options", {}).get("receiving_namespaces", {}).get("untyped", [])
-        if NAMESPACE not in received:
+        if NAMESPACE not in received and any(
+            reads_metadata(view, one) for one in view.scored if one.filter == settings
+        ):
             found.append(
                 error(
                     "envoy.metadata",
-                    where,
+                    way.name,
                     "Envoy drops kvcar's decision: its metadata namespace is not received, and nothing says so",
                     cause=f"metadata_options.receiving_namespaces.untyped lacks {NAMESPACE}",
                     evidence=(f"receiving_namespaces.untyped: {received}",),
                     remedy=f"metadata_options: {{receiving_namespaces: {{untyped: [{NAMESPACE}, kvcar]}}}}",
                 )
             )
-    return Found(tuple(found), f"{NAMESPACE} received")
+    return Found(tuple(found), f"{NAMESPACE} received, or not needed")
 
 
 async def body_mode(context: Context) -> Found:
     """Only a mode that holds the request until the answer is there can route by the body."""
     found = []
-    for where, settings in each(await context.envoy()):
+    for way, settings in each(await context.envoy()):
         mode = settings.get("processing_mode", {})
         body, seen = mode.get("request_body_mode", "NONE"), (f"processing_mode {dict(mode)}",)
         if body == "NONE":
             found.append(
                 error(
                     "envoy.body_mode",
-                    where,
+                    way.name,
                     "Envoy does not send request bodies, so every request passes unscored (no_body)",
                     cause="processing_mode.request_body_mode is NONE, its default",
                     evidence=seen,
@@ -150,7 +154,7 @@ async def body_mode(context: Context) -> Found:
             found.append(
                 error(
                     "envoy.body_mode",
-                    where,
+                    way.name,
                     f"with request_body_mode {body} decisions are lost for slow or large bodies, without an error",
                     cause="STREAMED routes the request before the body is complete; BUFFERED_PARTIAL hands over a part",
                     evidence=seen,
@@ -161,7 +165,7 @@ async def body_mode(context: Context) -> Found:
             found.append(
                 error(
                     "envoy.header_mode",
-                    where,
+                    way.name,
                     "Envoy does not send request headers, so kvcar cannot tell the path",
                     cause="request_header_mode SKIP",
                     evidence=seen,
@@ -172,7 +176,7 @@ async def body_mode(context: Context) -> Found:
             found.append(
                 warning(
                     "envoy.response_mode",
-                    where,
+                    way.name,
                     "kvcar learns neither who served a request nor when its prefill was done: loads are wrong",
                     cause="response_header_mode SKIP",
                     evidence=seen,
@@ -184,7 +188,7 @@ async def body_mode(context: Context) -> Found:
             found.append(
                 warning(
                     "envoy.usage_not_seen",
-                    where,
+                    way.name,
                     "listen.observe_usage is on, but Envoy does not send answers: delivered hits stay unknown",
                     cause="response_body_mode NONE",
                     evidence=seen,
@@ -196,16 +200,17 @@ async def body_mode(context: Context) -> Found:
 
 async def failure_mode(context: Context) -> Found:
     found = []
-    for where, settings in each(await context.envoy()):
+    for way, settings in each(await context.envoy()):
         if not settings.get("failure_mode_allow"):
             found.append(
                 warning(
                     "envoy.fail_closed",
-                    where,
+                    way.name,
                     "while kvcar is away, clients get 500 instead of an answer that is balanced without it",
                     cause="failure_mode_allow is off, its default",
                     evidence=(f"failure_mode_allow: {bool(settings.get('failure_mode_allow'))}",),
-                    remedy="failure_mode_allow: true (not with FULL_DUPLEX_STREAMED, which cannot fail open)",
+                    remedy="failure_mode_allow: true; for an InferencePool endpointPickerRef.failureMode: FailOpen. In "
+                    "full duplex it works once Envoy's health check has noticed that kvcar is away",
                 )
             )
     return Found(tuple(found), "fails open")
@@ -214,15 +219,17 @@ async def failure_mode(context: Context) -> Found:
 async def message_timeout(context: Context) -> Found:
     """Envoy's limit for one message must be above kvcar's own, or Envoy gives up on answers that are on their way."""
     own = context.config.limits.decide_timeout_ms / 1000
-    found, given = [], 0.0
-    for where, settings in each(await context.envoy()):
+    found, given = [], None
+    for way, settings in each(await context.envoy()):
+        if settings.get("processing_mode", {}).get("request_body_mode") == FULL_DUPLEX:
+            continue
         given = seconds(settings.get("message_timeout"), 0.2)
         if given <= own:
             default = " (Envoy's default)" if settings.get("message_timeout") is None else ""
             found.append(
                 warning(
                     "envoy.message_timeout",
-                    where,
+                    way.name,
                     f"Envoy gives up after {given:g} s{default}, while kvcar may take {own:g} s: such requests go "
                     "unrouted, or fail with 504 when failing closed",
                     cause="message_timeout is not above limits.decide_timeout_ms",
@@ -230,22 +237,28 @@ async def message_timeout(context: Context) -> Found:
                     remedy=f"message_timeout: {max(2.0, 2 * own):g}s",
                 )
             )
+    if given is None:
+        raise Skip("Envoy does not apply it in full duplex")
     return Found(tuple(found), f"{given:g} s, kvcar's own {own:g} s")
 
 
 async def mutations(context: Context) -> Found:
     """kvcar sets and removes headers; rules that do not let it are obeyed silently."""
-    names = context.config.headers
+    view, names = await context.envoy(), context.config.headers
+    written = [name for name in (names.destination, names.rank, names.stateful_session) if name]
     found = []
-    for where, settings in each(await context.envoy()):
+    for way, settings in each(view):
         rules = settings.get("mutation_rules", {})
-        refused = [name for name in (names.destination, names.rank) if not _writable(rules, name)]
+        refused = [name for name in written if not _writable(rules, name)]
+        lost = [name for name in refused if name in read_headers(view, way)]
         if refused:
+            make = error if lost else warning
             found.append(
-                warning(
+                make(
                     "envoy.mutation_rules",
-                    where,
-                    f"Envoy refuses headers that kvcar sets: {', '.join(refused)}",
+                    way.name,
+                    f"Envoy refuses headers that kvcar sets: {', '.join(refused)}"
+                    + (f"; it chooses hosts by {', '.join(lost)}, so decisions are lost" if lost else ""),
                     cause="mutation_rules do not allow these names (refusals count in rejected_header_mutations)",
                     evidence=(f"mutation_rules {dict(rules)}",),
                     remedy="add the names to mutation_rules.allow_expression",
@@ -271,16 +284,18 @@ async def client_headers(context: Context) -> Found:
     view, names = await context.envoy(), context.config.headers
     found: dict[str, Finding] = {}
     for way in view.scored:
-        kept = [name for name in (names.destination, names.rank, names.prefill) if name not in stripped(way)]
+        # a decided request carries what kvcar wrote
+        read = set() if way.decided else read_headers(view, way)
+        kept = sorted({names.destination, names.rank, names.prefill, *read} - stripped(way))
         if not kept:
             continue
-        obeyed = any(reads_header(view.clusters.get(name, {}), names.destination) for name in way.clusters)
-        make = error if obeyed and names.destination in kept else warning
-        found[f"{way.listener} {kept}"] = make(
+        obeyed = sorted(read & set(kept))
+        make = error if obeyed else warning
+        found[f"{way.listener} {kept} {obeyed}"] = make(
             "envoy.client_headers",
             f"listener {way.listener}",
-            "clients can choose the engine themselves: their routing headers reach the load balancer"
-            if make is error
+            f"clients can choose the engine themselves: Envoy obeys their own {', '.join(obeyed)}"
+            if obeyed
             else "while kvcar is away, clients' own routing headers reach the engines",
             cause="no early_header_mutation removes: " + ", ".join(kept),
             evidence=(f"early_header_mutation_extensions remove {sorted(stripped(way)) or 'nothing'}",),
@@ -301,22 +316,6 @@ def stripped(way: Way) -> set[str]:
         for mutation in settings.get("mutations", {}).get("request_mutations", ()):
             names.add(mutation.get("remove", ""))
     return {name.lower() for name in names if name}
-
-
-def reads_header(cluster: Json, header: str) -> bool:
-    """Whether the cluster's load balancing obeys a request header."""
-    if cluster.get("type") == "ORIGINAL_DST":
-        return True
-    return any(source.get("header", "").lower() == header for source in override_sources(cluster))
-
-
-def override_sources(cluster: Json) -> list[Json]:
-    """Sources of the override_host policy, [] without one."""
-    for one in cluster.get("load_balancing_policy", {}).get("policies", ()):
-        settings = one.get("typed_extension_config", {}).get("typed_config", {})
-        if str(settings.get("@type", "")).endswith(".override_host.v3.OverrideHost"):
-            return list(settings.get("override_host_sources", ()))
-    return []
 
 
 async def foreign(context: Context) -> Found:

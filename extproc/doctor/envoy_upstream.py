@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from extproc.config import Config
 from extproc.doctor.check import Check, Found, Skip
 from extproc.doctor.context import Context
-from extproc.doctor.envoy_filter import NAMESPACE, override_sources, reads_header
+from extproc.doctor.envoy_choice import ORIGINAL_DST, is_fallback, upstreams
 from extproc.doctor.envoy_view import EnvoyView, Json, Way, number, seconds
 from extproc.doctor.finding import Finding, error, note, warning
 
-DESTINATION = "x-gateway-destination-endpoint"
 DEFAULT_BUFFER = 1 << 20
 """Envoy's per_connection_buffer_limit_bytes when nobody sets it."""
 SHORT_ANSWER = 300.0
@@ -19,63 +17,21 @@ SHORT_ANSWER = 300.0
 NEEDS = ("envoy",)
 
 
-async def override_host(context: Context) -> Found:
-    """Only a policy that reads kvcar's metadata (or header) turns a decision into a host."""
-    view = await context.envoy()
-    names = _upstreams(view)
-    header = context.config.headers.destination
-    found = []
-    for name in names:
-        cluster = view.clusters.get(name)
-        if cluster is None or cluster.get("type") == "ORIGINAL_DST":
-            continue
-        sources = override_sources(cluster)
-        if any(_is_ours(source) for source in sources) or reads_header(cluster, header):
-            continue
-        found.append(
-            error(
-                "envoy.override_host",
-                f"cluster {name}",
-                "Envoy does not obey kvcar: it picks hosts by its own policy",
-                cause="the cluster's load_balancing_policy has no override_host with kvcar's metadata as source",
-                evidence=(
-                    f"override_host_sources {sources}"
-                    if sources
-                    else f"lb_policy {cluster.get('lb_policy', 'default')}",
-                ),
-                remedy="`kvcar envoy-config -c FILE --part clusters` prints the policy; "
-                f"source: metadata {NAMESPACE} / {DESTINATION}",
-            )
-        )
-    return Found(tuple(found), f"cluster {', '.join(names)}")
-
-
-def _is_ours(source: Json) -> bool:
-    metadata = source.get("metadata", {})
-    path = [step.get("key") for step in metadata.get("path", ())]
-    return metadata.get("key") == NAMESPACE and path == [DESTINATION]
-
-
-def _upstreams(view: EnvoyView) -> list[str]:
-    names = view.upstreams()
-    if not names:
-        raise Skip("no way of prompts leads to a cluster")
-    return names
-
-
 async def endpoints(context: Context) -> Found:
     """Envoy skips a named host that it does not know, silently."""
     view = await context.envoy()
-    names = [name for name in _upstreams(view) if view.clusters.get(name, {}).get("type") != "ORIGINAL_DST"]
+    names = [name for name in upstreams(view) if view.clusters.get(name, {}).get("type") != ORIGINAL_DST]
     if not names:
         raise Skip("an ORIGINAL_DST cluster has no members")
+    # where a route in front of it dials whatever kvcar names, the members serve the undecided alone
+    dialled = all(is_fallback(view, way) for way in view.scored if set(way.clusters) & set(names))
     known = {host.address: host for name in names for host in view.hosts.get(name, ())}
     found: list[Finding] = []
     configured: set[str] = set()
     for pool in context.pools:
         for one in await context.instances(pool):
             configured.add(one.address)
-            if one.address not in known:
+            if one.address not in known and not dialled:
                 found.append(
                     error(
                         "envoy.unknown_instance",
@@ -86,7 +42,7 @@ async def endpoints(context: Context) -> Found:
                         remedy="give the cluster and kvcar the same members, written as the same ip:port",
                     )
                 )
-            elif known[one.address].problems:
+            elif one.address in known and known[one.address].problems:
                 found.append(
                     warning(
                         "envoy.unhealthy_instance",
@@ -191,11 +147,11 @@ async def health_checks(context: Context) -> Found:
                 cause="the cluster has neither health_checks nor outlier_detection",
                 remedy="health_checks with http_health_check {path: /health}",
             )
-            for name in _upstreams(view)
+            for name in upstreams(view)
             if (cluster := view.clusters.get(name)) is not None
             and not cluster.get("health_checks")
             and not cluster.get("outlier_detection")
-            and cluster.get("type") != "ORIGINAL_DST"
+            and cluster.get("type") != ORIGINAL_DST
         )
     )
 
@@ -333,28 +289,7 @@ def _rate(name: str, count: int, started: int) -> Finding | None:
     return make("envoy.stats." + name, "ext_proc filter", what, cause=cause, evidence=evidence, remedy=remedy)
 
 
-def cluster_kinds(config: Config, view: EnvoyView) -> Iterator[Finding]:
-    """Kinds of clusters that work, with a trap."""
-    for name in view.upstreams():
-        if view.clusters.get(name, {}).get("type") == "ORIGINAL_DST":
-            yield warning(
-                "envoy.original_dst",
-                f"cluster {name}",
-                "an ORIGINAL_DST cluster dials whatever the header names, takes no list and has no fallback",
-                cause="llm-d's and AIBrix's charts use it; a header that is not removed early reaches any address",
-                remedy="a cluster with override_host, as `kvcar envoy-config -c FILE --part clusters` prints it",
-            )
-
-
-async def kinds(context: Context) -> Found:
-    view = await context.envoy()
-    _upstreams(view)
-    return Found(tuple(cluster_kinds(context.config, view)))
-
-
 CHECKS = (
-    Check("envoy.override_host", "Envoy", "the engines' cluster obeys kvcar", NEEDS, override_host),
-    Check("envoy.cluster_kind", "Envoy", "the engines' cluster has a fallback", NEEDS, kinds),
     Check("envoy.endpoints", "Envoy", "cluster members and instances are the same", NEEDS, endpoints),
     Check("envoy.processor", "Envoy", "Envoy reaches kvcar", NEEDS, processor),
     Check("envoy.health_checks", "Envoy", "engines are health-checked", NEEDS, health_checks),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from extproc.config import Config
@@ -18,6 +18,11 @@ from extproc.doctor.http import Http
 Json = Mapping[str, Any]
 EXT_PROC = "envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor"
 MANAGER = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
+SESSION = "envoy.extensions.filters.http.stateful_session.v3.StatefulSession"
+NAMESPACE = "envoy.lb"
+DESTINATION = "x-gateway-destination-endpoint"
+CONDITIONS = ("headers", "query_parameters", "runtime_fraction", "dynamic_metadata", "filter_state", "cookies")
+"""What a route may ask for beside the path: without it the next route that matches is taken."""
 STATS = r"ext_proc|cluster\..*\.(upstream_rq_pending_overflow|upstream_rq_active_overflow|membership_.*)$"
 
 
@@ -41,6 +46,8 @@ class Way:
     filter                  the ext_proc filter's settings as this route sees them; None = it does not run here
     clusters                where the route leads; () = a redirect, a direct response, or told by a header
     manager, socket         the connection manager's and the listener's settings
+    session                 the stateful_session filter's settings as this route sees them; None = it does not run here
+    decided                 the route is taken only once kvcar's metadata is there
     """
 
     listener: str
@@ -52,6 +59,8 @@ class Way:
     clusters: tuple[str, ...]
     manager: Json
     socket: Json
+    session: Json | None = None
+    decided: bool = False
 
     @property
     def name(self) -> str:
@@ -85,8 +94,9 @@ class EnvoyView:
         return list(dict.fromkeys(name for way in self.scored for name in way.clusters))
 
     def processors(self) -> list[str]:
-        """Names of the clusters that the filters ask."""
-        return list(dict.fromkeys(name for _, _, settings in self.filters if (name := asked(settings))))
+        """Names of the clusters that the filters ask, as the routes of prompts see them."""
+        seen = [way.filter for way in self.scored] or [settings for _, _, settings in self.filters]
+        return list(dict.fromkeys(name for settings in seen if settings is not None and (name := asked(settings))))
 
 
 def asked(settings: Json) -> str:
@@ -116,13 +126,25 @@ def view_of(dump: Json, clusters: Json, stats: Json, info: Json, config: Config)
     chains = list(_chains(parts.get("ListenersConfigDump", {})))
     filters = [(socket, one) for socket, manager in chains for one in _filters(manager)]
     named = [(str(socket.get("name", "")), one["name"], one["typed_config"]) for socket, one in filters]
-    mine = [one for one in named if _asks_us(one[2], hosts, config)] or named
-    own = {(listener, name) for listener, name, _ in mine}
-    ways = [
-        way
+    taken = [
+        (way, running)
         for socket, manager in chains
         for path in prompt_paths(config)
-        for way in _ways(socket, manager, routes, path, own)
+        for way, running in _ways(socket, manager, routes, path)
+    ]
+    # A filter may be anybody's in the listener and ours on a route, as Istio attaches the picker of an InferencePool.
+    own = {(listener, name) for listener, name, settings in named if _asks_us(settings, hosts, config)}
+    own |= {
+        (way.listener, name)
+        for way, running in taken
+        for name, settings in running
+        if _asks_us(settings, hosts, config)
+    }
+    own = own or {(listener, name) for listener, name, _ in named}
+    mine = [one for one in named if one[:2] in own]
+    ways = [
+        replace(way, filter=next((settings for name, settings in running if (way.listener, name) in own), None))
+        for way, running in taken
     ]
     return EnvoyView(
         version=str(info.get("version", "")),
@@ -202,31 +224,48 @@ def _hosts(row: Json) -> tuple[Host, ...]:
 
 
 def _ways(
-    socket: Json, manager: Json, routes: Mapping[str, Json], path: str, own: set[tuple[str, str]]
-) -> Iterator[Way]:
-    listener = str(socket.get("name", ""))
+    socket: Json, manager: Json, routes: Mapping[str, Json], path: str
+) -> Iterator[tuple[Way, list[tuple[str, Json]]]]:
+    """Every route that the path may take, and the ext_proc filters (name, settings) that run there."""
     table = manager.get("route_config") or routes.get(manager.get("rds", {}).get("route_config_name", ""), {})
-    running = next((one for one in _filters(manager) if (listener, one["name"]) in own), None)
+    sessions = [one for one in manager.get("http_filters", ()) if typed(one.get("typed_config"), SESSION)]
     for host in table.get("virtual_hosts", ()):
         for number, rule in enumerate(host.get("routes", ())):
             match = rule.get("match", {})
             if not matches(match, path):
                 continue
-            action = rule.get("route", {})
+            action, levels = rule.get("route", {}), (table, host, rule)
             weighted = [one.get("name", "") for one in action.get("weighted_clusters", {}).get("clusters", ())]
-            yield Way(
-                listener,
+            running = ((one["name"], _effective(one, levels)) for one in _filters(manager))
+            way = Way(
+                str(socket.get("name", "")),
                 path,
                 str(rule.get("name") or f"{host.get('name', '')}[{number}]"),
                 rule,
                 host,
-                None if running is None else _effective(running, (table, host, rule)),
+                None,
                 tuple(name for name in [action.get("cluster", ""), *weighted] if name),
                 manager,
                 socket,
+                next((settings for one in sessions if (settings := _effective(one, levels)) is not None), None),
+                any(
+                    is_destination(one.get("filter"), one.get("path", ())) for one in match.get("dynamic_metadata", ())
+                ),
             )
-            if not any(match.get(key) for key in ("headers", "query_parameters", "runtime_fraction")):
+            yield way, [(name, settings) for name, settings in running if settings is not None and _asks(settings)]
+            if not any(match.get(key) for key in CONDITIONS):
                 break  # nothing behind it is reached
+
+
+def _asks(settings: Json) -> bool:
+    """Whether a filter in this mode asks at all before the request leaves; Istio's stands idle where no pool is."""
+    mode = settings.get("processing_mode", {})
+    return not (mode.get("request_header_mode") == "SKIP" and mode.get("request_body_mode", "NONE") == "NONE")
+
+
+def is_destination(namespace: Any, path: Sequence[Json]) -> bool:
+    """Whether a place in the metadata is where kvcar's decision stands."""
+    return namespace == NAMESPACE and [step.get("key") for step in path] == [DESTINATION]
 
 
 def matches(match: Json, path: str) -> bool:
@@ -258,8 +297,10 @@ def _effective(running: Json, levels: Sequence[Json]) -> Json | None:
             override = override.get("config", {})
         if override.get("disabled"):
             settings = None
-        elif isinstance(override.get("overrides"), Mapping):
-            settings = {**(settings or running["typed_config"]), **override["overrides"]}
+            continue
+        changes = override.get("overrides", override.get("stateful_session"))
+        if isinstance(changes, Mapping):
+            settings = {**(settings or running["typed_config"]), **changes}
     return settings
 
 

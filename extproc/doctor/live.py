@@ -324,9 +324,9 @@ def _judge_gateway(where: str, records: list[Mapping[str, Any]], answers: list[A
                 "gateway.not_obeyed",
                 where,
                 f"kvcar chose {named[0]}, Envoy used {served}",
-                cause="override_host or the metadata namespace is missing, or Envoy does not know or reach the address",
+                cause="nothing in Envoy reads the decision, or the metadata namespace is missing, or Envoy does not know or reach the address",
                 evidence=(f"destinations {', '.join(named)}",),
-                remedy="envoy.override_host, envoy.metadata and envoy.endpoints say which (--envoy-admin)",
+                remedy="envoy.obeyed, envoy.metadata and envoy.endpoints say which (--envoy-admin)",
             )
             return
     hit = (second.get("decision") or {}).get("hit_tokens", 0)

@@ -17,6 +17,7 @@ from examples.local.processes import EnvoyProcess, free_port, http_get
 from extproc.config import Config, parse
 from extproc.doctor import DoctorOptions, Severity
 from extproc.doctor.context import Context
+from extproc.doctor.envoy_choice import CHECKS as CHOICE
 from extproc.doctor.envoy_filter import CHECKS as FILTER
 from extproc.doctor.envoy_upstream import CHECKS as UPSTREAM
 from extproc.doctor.envoy_view import STATS, EnvoyView, matches, view_of
@@ -29,9 +30,9 @@ ENGINES = ("127.0.0.1:18001", "127.0.0.1:18002")
 Json = dict[str, Any]
 
 
-def configured(**more: Any) -> Config:
+def configured(*, pool: Json | None = None, **more: Any) -> Config:
     instances = [{"name": f"e{number}", "address": address} for number, address in enumerate(ENGINES)]
-    pool = {"name": "p", "models": ["m"], "tokenizer": "/models/m", "instances": instances}
+    pool = {"name": "p", "models": ["m"], "tokenizer": "/models/m", "instances": instances, **(pool or {})}
     return parse(yaml.safe_dump({"listen": {"address": "127.0.0.1:19002"}, "pools": [pool], **more}))
 
 
@@ -42,11 +43,15 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Json:
     options = options_for(configured(), listen="127.0.0.1:0", admin="127.0.0.1:0", access_log=None)
     with EnvoyProcess(options, folder) as envoy:
         envoy.wait_ready()
-        found = pages_of(envoy)
-    for row in found["clusters"]["cluster_statuses"]:
-        for host in row["host_statuses"]:
+        return all_healthy(pages_of(envoy))
+
+
+def all_healthy(pages: Json) -> Json:
+    """The pages, and the peers are there."""
+    for row in pages["clusters"]["cluster_statuses"]:
+        for host in row.get("host_statuses", ()):
             host["health_status"] = {"eds_health_status": "HEALTHY"}
-    return found
+    return pages
 
 
 def pages_of(envoy: EnvoyProcess) -> Json:
@@ -74,7 +79,7 @@ def found_in(config: Config, pages: Json) -> list[Outcome]:
     async def look() -> list[Outcome]:
         context = Looked(config, pages)
         try:
-            return [await run_check(check, context) for check in (*FILTER, *UPSTREAM)]
+            return [await run_check(check, context) for check in (*FILTER, *CHOICE, *UPSTREAM)]
         finally:
             await context.close()
 
@@ -218,11 +223,14 @@ ROWS = [
         config={"headers": {"rank": "x-r"}}),
     Row("header source", header_source, {"envoy.client_headers"}),
     Row("second picker", second, notes={"envoy.other_filter"}),
-    Row("no override_host", lambda p: cluster(p, "engines").pop("load_balancing_policy"), {"envoy.override_host"}),
+    Row("no override_host", lambda p: cluster(p, "engines").pop("load_balancing_policy"), {"envoy.not_obeyed"}),
     Row("other metadata key", lambda p: cluster(p, "engines")["load_balancing_policy"]["policies"][0][
         "typed_extension_config"]["typed_config"]["override_host_sources"][0]["metadata"].update(key="lb"),
-        {"envoy.override_host"}),
-    Row("original destination", lambda p: cluster(p, "engines").update(type="ORIGINAL_DST"), {"envoy.original_dst"}),
+        {"envoy.not_obeyed"}),
+    Row("original destination of nothing", lambda p: cluster(p, "engines").update(type="ORIGINAL_DST"),
+        {"envoy.not_obeyed", "envoy.one_address", "envoy.no_fallback"}, {"envoy.original_dst"}),
+    Row("who served is not told", lambda p: (ext_proc(p).pop("response_attributes"), ext_proc(p)["metadata_options"]
+        .pop("forwarding_namespaces")), {"envoy.served_unknown"}),
     Row("instance unknown", lambda p: hosts(p, "engines").pop(), {"envoy.unknown_instance"}),
     Row("member unknown", lambda p: hosts(p, "engines").append({"address": {"socket_address": {"address": "127.0.0.1",
         "port_value": 3}}}), {"envoy.unknown_member"}),
@@ -332,7 +340,7 @@ def test_a_real_envoy_with_many_mistakes(tmp_path: Path) -> None:
         outcomes = found_in(configured(), pages_of(envoy))
     assert ids(outcomes, Severity.NOTE) == {
         "envoy.metadata", "envoy.body_mode", "envoy.fail_closed", "envoy.message_timeout", "envoy.mutation_rules",
-        "envoy.client_headers", "envoy.override_host", "envoy.processor_unchecked", "envoy.engines_unchecked",
+        "envoy.client_headers", "envoy.not_obeyed", "envoy.processor_unchecked", "envoy.engines_unchecked",
         "envoy.body_limit", "envoy.route_timeout", "envoy.no_retries",
     }  # fmt: skip
 
