@@ -29,6 +29,10 @@ STYLES = {"OK": "green", "NOTE": "cyan", "WARNING": "yellow", "ERROR": "bold red
 @click.option("--envoy-admin", metavar="URL", help="Envoy's admin port, to check what Envoy really runs.")
 @click.option("--gateway", metavar="URL", help="Where clients connect; with --live probes go through it.")
 @click.option("--admin", metavar="URL", help="Admin port of the running kvcar; default: admin.address.")
+@click.option("--cert", type=click.Path(exists=True), help="Client certificate (PEM), where admin.tls has a client_ca.")
+@click.option("--key", type=click.Path(exists=True), help="Its key, when that is a file of its own.")
+@click.option("--api-key", envvar="KVCAR_API_KEY", metavar="KEY",
+              help="Bearer token for engines and gateway; ps does not show it as KVCAR_API_KEY.")  # fmt: skip
 @click.option("--pool", help="Only this pool.")
 @click.option("--listen", type=click.FloatRange(0.1, 600), default=3.0, show_default=True, metavar="SECONDS",
               help="How long event streams may take to connect and bring something.")  # fmt: skip
@@ -42,6 +46,9 @@ def doctor(
     envoy_admin: str | None,
     gateway: str | None,
     admin: str | None,
+    cert: str | None,
+    key: str | None,
+    api_key: str | None,
     pool: str | None,
     listen: float,
     timeout: float,
@@ -67,6 +74,9 @@ def doctor(
         envoy_admin=_url(envoy_admin, "--envoy-admin"),
         gateway=_url(gateway, "--gateway"),
         admin=_url(admin, "--admin"),
+        cert=cert,
+        key=key,
+        api_key=api_key or None,
         pool=pool,
         listen=listen,
         timeout=timeout,

@@ -81,8 +81,10 @@ class Context:
         token, tls = self.config.admin.token, self.config.admin.tls
         headers = {"X-Internal-Token": token} if token else None
         url = f"{self.admin}{path}"
+        if tls and tls.client_ca and self.options.cert is None:
+            return Answer(url, error="admin.tls.client_ca wants a client certificate: give --cert and --key")
         try:
-            shown = trust(tls.cert) if tls else None
+            shown = trust(tls.cert, self.options.cert, self.options.key) if tls else None
         except OSError as error:  # ssl.SSLError is one
             return Answer(url, error=f"admin.tls: the files cannot be used: {error}")
         return await self.http.get(url, headers=headers, trust=shown)
@@ -119,7 +121,8 @@ class Context:
         known = {one.name for one in found}
         streams: dict[str, list[StreamEndpoint]] = {}
         for row in status.get("streams", ()):
-            one = StreamEndpoint(row["dp_rank"], row["endpoint"], row["replay"], "", row["dialect"])
+            # /status does not tell the topic
+            one = StreamEndpoint(row["dp_rank"], row["endpoint"], row["replay"], None, row["dialect"])
             if one.events:
                 streams.setdefault(row["instance"], []).append(one)
         for row in status.get("instances", ()):
@@ -141,8 +144,14 @@ class Context:
     async def engine(self, instance: Instance, path: str) -> Answer:
         """GET of an engine."""
         return await self.once(
-            ("engine", instance.address, path), lambda: self.http.get(f"http://{instance.address}{path}")
+            ("engine", instance.address, path),
+            lambda: self.http.get(f"http://{instance.address}{path}", headers=self.client_headers()),
         )
+
+    def client_headers(self, **more: str) -> dict[str, str]:
+        """What a client sends engines and gateways: `more`, and the API key where one is given."""
+        key = self.options.api_key
+        return {**({"authorization": f"Bearer {key}"} if key else {}), **more}
 
     async def answering(self, pool: Pool) -> list[Instance]:
         """Instances whose /health answered anything at all. Raises Skip when there is none."""

@@ -92,10 +92,26 @@ async def models(context: Context) -> Found:
     for pool in context.pools:
         for one in await context.answering(pool):
             answer = await context.engine(one, "/v1/models")
+            if answer.status in (401, 403):
+                found.append(_refused(context, pool, one, str(answer)))
             rows = (answer.json() or {}).get("data") if isinstance(answer.json(), dict) else None
             if answer.ok and isinstance(rows, list):
                 found.extend(_models(pool, one, [row for row in rows if isinstance(row, dict)]))
     return Found(tuple(found), "served names are those of the pools")
+
+
+def _refused(context: Context, pool: Pool, one: Instance, seen: str) -> Finding:
+    given = context.options.api_key is not None
+    return warning(
+        "engine.api_key",
+        of(pool, one),
+        "the engine refuses the API key, so its models and tokens are not checked"
+        if given
+        else "the engine wants an API key, so its models and tokens are not checked",
+        cause="it was started with another --api-key" if given else "it was started with --api-key, and none was given",
+        evidence=(seen,),
+        remedy="--api-key KEY, or KVCAR_API_KEY in the environment",
+    )
 
 
 def _models(pool: Pool, one: Instance, rows: Sequence[dict[str, object]]) -> Iterator[Finding]:

@@ -55,13 +55,15 @@ async def _streams(context: Context, pool: Pool) -> list[Stream]:
     found = []
     for facts in listener.facts():
         rank, page = facts.endpoint.dp_rank, before.get(facts.instance.name)
-        tokens = page.prompt_tokens.get(rank) if page else None
+        # a store publishes what is moved there: that its engine computes prompts says nothing of it
+        own = not facts.endpoint.medium
+        tokens = page.prompt_tokens.get(rank) if page and own else None
         later = None
         if tokens is not None and facts.report.sequence is None and not facts.heard.messages:
             fresh = await context.fresh_page(pool, facts.instance)
             later = fresh.prompt_tokens.get(rank) if fresh else None
         # probes name rank 0
-        asked = facts.instance.name in answered and rank == 0
+        asked = own and facts.instance.name in answered and rank == 0
         grew = None if tokens is None or later is None else later > tokens
         found.append(Stream(context, pool, facts, asked or grew, asked or (None if tokens is None else tokens > 0)))
     return found
@@ -82,6 +84,8 @@ async def ports(one: Stream) -> AsyncIterator[Finding]:
             cause=report.error or report.state,
             remedy="every rank of every instance needs an endpoint of its own; limits are events.max_streams",
         )
+    elif endpoint.pushed:
+        return  # over HTTP, to the running kvcar alone: kvcar.streams
     elif endpoint.bind:
         if report.link.error:
             yield note(
@@ -162,6 +166,8 @@ async def replay(one: Stream) -> AsyncIterator[Finding]:
     """Can a restarted kvcar learn what the engine holds?"""
     facts, port = one.facts, one.facts.replay_port
     name = facts.endpoint.replay
+    if facts.endpoint.replay is None and facts.endpoint.medium:
+        return
     if facts.endpoint.replay is None:
         yield note(
             "events.no_replay",
@@ -207,7 +213,7 @@ async def arrive(one: Stream) -> AsyncIterator[Finding]:
     report = facts.report
     if not report.link.connected:
         return
-    others = {topic: count for topic, count in heard.topics.items() if topic != endpoint.topic}
+    others = {topic: count for topic, count in heard.topics.items() if endpoint.topic not in (None, topic)}
     if others and endpoint.topic not in heard.topics:
         names = ", ".join(map(repr, others))
         yield error(

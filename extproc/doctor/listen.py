@@ -65,12 +65,18 @@ class StreamFacts:
     @property
     def name(self) -> str:
         rank = f" rank {self.endpoint.dp_rank}" if self.instance.dp_size > 1 else ""
-        return f"{self.instance.name}{rank}"
+        store = f" {self.endpoint.medium} store" if self.endpoint.medium else ""
+        return f"{self.instance.name}{rank}{store}"
 
     @property
     def usable(self) -> bool:
         """The port is there (or cannot be looked at): what else is found is about what comes over it."""
         return self.port.state in ("open", "unknown")
+
+
+def _name(instance: Instance, stream: StreamEndpoint) -> str:
+    """As the directory's reports have it: the engine's own stream, or that of a store beside it."""
+    return f"{instance.name}:{stream.medium}" if stream.medium else instance.name
 
 
 class Listener:
@@ -97,7 +103,7 @@ class Listener:
             ),
         )
         self._raw: Mapping[tuple[str, int], Heard] = {
-            (one.name, stream.dp_rank): Heard() for one in self._instances for stream in one.events
+            (_name(one, stream), stream.dp_rank): Heard() for one in self._instances for stream in one.events
         }
         self._ports: dict[str, Port] = {}
         self._context = zmq.asyncio.Context()
@@ -119,7 +125,7 @@ class Listener:
         for one in self._instances:
             for stream in one.events:
                 if not stream.bind:
-                    heard = self._raw[one.name, stream.dp_rank]
+                    heard = self._raw[_name(one, stream), stream.dp_rank]
                     self._tasks.append(asyncio.create_task(self._listen(stream, heard)))
 
     async def _listen(self, stream: StreamEndpoint, heard: Heard) -> None:
@@ -176,19 +182,20 @@ class Listener:
 
     def facts(self) -> list[StreamFacts]:
         """As of now, in the order of the configuration; skipped instances (two claim one endpoint) included."""
-        reports = {(one.instance, one.dp_rank): one for one in self.directory.status()}
+        told = (*self.directory.status(), *self.directory.pool_status())
+        reports = {(one.instance, one.dp_rank): one for one in told}
         return [
             StreamFacts(
                 one,
                 stream,
                 self._ports.get(stream.events, Port("unknown")),
                 self._ports.get(stream.replay) if stream.replay else None,
-                reports[one.name, stream.dp_rank],
-                self._raw[one.name, stream.dp_rank],
+                reports[_name(one, stream), stream.dp_rank],
+                self._raw[_name(one, stream), stream.dp_rank],
             )
             for one in self._instances
             for stream in one.events
-            if (one.name, stream.dp_rank) in reports
+            if (_name(one, stream), stream.dp_rank) in reports
         ]
 
     async def close(self) -> None:

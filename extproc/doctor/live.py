@@ -97,7 +97,7 @@ async def _pair(context: Context, pool: Pool, prompter: Prompter, listener: List
     page = await context.page(pool, instance)
     block = listener.directory.block_size or next(iter(page.block_sizes() if page else ()), DEFAULT_BLOCK)
     body, prompt = await question(pool, prompter, block)
-    headers = {context.config.headers.rank: "0"} if instance.dp_size > 1 else None
+    headers = context.client_headers(**({context.config.headers.rank: "0"} if instance.dp_size > 1 else {}))
     url = f"http://{instance.address}{CHAT}"
     first = await context.http.post(url, body, headers=headers)
     if not first.ok:
@@ -159,7 +159,7 @@ def _judge(pool: Pool, one: Probe) -> Iterator[Finding]:
             "the engine does not answer a plain chat",
             cause="an API key, another model name, or an engine that is stuck",
             evidence=(str(failed),),
-            remedy="try the same with curl; doctor sends no Authorization header",
+            remedy="try the same with curl; --api-key is sent as bearer token",
         )
         return
     cold, warm = usage_of(one.first), usage_of(one.second)
@@ -218,7 +218,7 @@ def _judge(pool: Pool, one: Probe) -> Iterator[Finding]:
 
 async def gateway_answers(context: Context) -> Found:
     base = (context.options.gateway or "").rstrip("/")
-    answer = await context.http.get(f"{base}/v1/models")
+    answer = await context.http.get(f"{base}/v1/models", headers=context.client_headers())
     found: tuple[Finding, ...] = ()
     if not answer.status or answer.status >= 500:
         found = (
@@ -253,7 +253,7 @@ async def _through(context: Context, pool: Pool, base: str) -> list[Finding]:
     answers = []
     for _ in range(2):
         name = f"kvcar-doctor-{secrets.token_hex(8)}"
-        answer = await context.http.post(base + CHAT, body, headers={"x-request-id": name})
+        answer = await context.http.post(base + CHAT, body, headers=context.client_headers(**{"x-request-id": name}))
         answers.append(answer)
         if not answer.ok:
             return [
@@ -263,7 +263,7 @@ async def _through(context: Context, pool: Pool, base: str) -> list[Finding]:
                     "a plain chat through the gateway fails",
                     cause="no route, no healthy engine, or the gateway wants a key",
                     evidence=(str(answer),),
-                    remedy="see envoy.* and engine.*; doctor sends no Authorization header",
+                    remedy="see envoy.* and engine.*; --api-key is sent as bearer token",
                 )
             ]
         if context.admin is not None:
@@ -324,7 +324,7 @@ def _judge_gateway(where: str, records: list[Mapping[str, Any]], answers: list[A
                 "gateway.not_obeyed",
                 where,
                 f"kvcar chose {named[0]}, Envoy used {served}",
-                cause="nothing in Envoy reads the decision, or the metadata namespace is missing, or Envoy does not know or reach the address",
+                cause="nothing in Envoy reads the decision, its namespace is not received, or the address is unknown",
                 evidence=(f"destinations {', '.join(named)}",),
                 remedy="envoy.obeyed, envoy.metadata and envoy.endpoints say which (--envoy-admin)",
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +13,8 @@ class DoctorOptions:
     envoy_admin   base URL of Envoy's admin port, None = Envoy is not looked at
     gateway       base URL where clients connect, None = no request goes through it
     admin         base URL of the running kvcar's admin port, None = from the configuration
+    cert, key     client certificate for an admin port that asks for one (admin.tls.client_ca), PEM files
+    api_key       what engines and gateway are sent as bearer token, None = nothing
     pool          only this pool
     listen        how long KV event streams are given to connect and to bring something
     timeout       of one HTTP request; a whole check has `check_timeout`
@@ -22,6 +24,9 @@ class DoctorOptions:
     envoy_admin: str | None = None
     gateway: str | None = None
     admin: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     pool: str | None = None
     listen: float = 3.0
     timeout: float = 5.0

@@ -134,7 +134,7 @@ async def ids_of(
     """(path asked, the engine's ids | why it refuses | None = it has no such API)."""
     base = f"http://{one.address}"
     for path in (RENDER[kind], "/tokenize"):
-        answer = await context.http.post(base + path, body)
+        answer = await context.http.post(base + path, body, headers=context.client_headers())
         if answer.ok and (ids := _ids(answer)) is not None:
             return path, ids
         if answer.status in (400, 422):
