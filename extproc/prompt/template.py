@@ -3,6 +3,8 @@
 Templates come from the model directory or the operator and run only in the sandboxed environment of transformers (its
 tojson, loop controls, generation tag, block trimming), compiled once and kept. `transformers` is imported on the first
 compilation, not with this module.
+
+Limits: RENDER_SECONDS for compiling and for rendering, MAX_SOURCE and MAX_TEXT letters, and those of sandbox.py.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from extproc.prompt.content_format import loops_over, wants_list
+from extproc.prompt.deadline import TooSlow, within
+from extproc.prompt.sandbox import bound_products, new_environment, renderer_of
 
 # Parameters of apply_chat_template: names that never reach a template of the engine as its variables.
 CALL_PARAMETERS = frozenset(
@@ -24,6 +28,10 @@ CALL_PARAMETERS = frozenset(
 )  # fmt: skip
 # Names that would replace the conversation, the tools or the template itself.
 RESERVED = frozenset(("chat_template", "messages", "conversation", "tools"))
+
+MAX_SOURCE = 1 << 20
+MAX_TEXT = 256 << 20
+RENDER_SECONDS = 1.0  # real templates take milliseconds
 
 
 class BadTemplate(ValueError):
@@ -39,18 +47,17 @@ class ChatTemplate:
 
     def __init__(self, source: str) -> None:
         """Raises BadTemplate. Some 10 ms, and the import of transformers the first time."""
-        from transformers.utils import chat_template_utils
-
+        if len(source) > MAX_SOURCE:
+            raise BadTemplate(f"chat template of {len(source)} letters: at most {MAX_SOURCE} are taken")
+        environment = new_environment()
+        _shorten_access(environment)
         self.source = source
-        self._render_all = chat_template_utils.render_jinja_template
-        compiled = chat_template_utils._compile_jinja_template
         try:
-            # An environment of our own: not the one that transformers keeps for everybody.
-            self._compiled = getattr(compiled, "__wrapped__", compiled)(source)
-            _shorten_access(self._compiled.environment)
-            tree = self._compiled.environment.parse(source)
-        except (TemplateError, RecursionError) as error:
+            self._compiled = within(RENDER_SECONDS, lambda: environment.from_string(source))
+            tree = environment.parse(source)
+        except (TemplateError, RecursionError, TooSlow) as error:
             raise BadTemplate(f"chat template does not compile: {type(error).__name__}") from error
+        self._render_all = renderer_of(self._compiled)
         self.variables: frozenset[str] = frozenset(meta.find_undeclared_variables(tree))
         self.list_format = wants_list(tree)
         self.loops_over = loops_over(tree)
@@ -68,12 +75,13 @@ class ChatTemplate:
     ) -> str:
         """The prompt's text. `variables` hold the special tokens' texts and whatever else the template may read.
 
-        Raises RenderError.
+        Raises RenderError, also for what takes longer than RENDER_SECONDS or gives more than MAX_TEXT.
         """
         values = dict(variables)
         for name in ("messages", "tools", "documents", "add_generation_prompt"):
             values.pop(name, None)
-        try:
+
+        def work() -> str:
             if continue_final_message:
                 rendered, _ = self._render_all(
                     conversations=[list(messages)],
@@ -94,8 +102,14 @@ class ChatTemplate:
                     **values,
                 )
             )
-        except Exception as error:
+
+        try:
+            text = within(RENDER_SECONDS, work)
+        except (Exception, TooSlow) as error:
             raise RenderError(type(error).__name__) from None
+        if len(text) > MAX_TEXT:
+            raise RenderError(f"more than {MAX_TEXT} letters")
+        return text
 
 
 def wants_system_first(source: str) -> bool:
@@ -103,9 +117,13 @@ def wants_system_first(source: str) -> bool:
     where whatever else it refuses or lacks counts as a refusal, too."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     messages = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+    bound_products(environment)
     try:
-        environment.from_string(source).render(messages=messages, add_generation_prompt=False)
-    except Exception:
+        within(
+            RENDER_SECONDS,
+            lambda: environment.from_string(source).render(messages=messages, add_generation_prompt=False),
+        )
+    except (Exception, TooSlow):
         return True
     return False
 

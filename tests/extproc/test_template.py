@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers.utils import chat_template_utils
 
-from extproc.prompt import Options, Prompt, Prompter
+from extproc.prompt import Options, Prompt, Prompter, deadline, template
 from extproc.prompt.prompter import read_template
 from extproc.prompt.template import BadTemplate, ChatTemplate, RenderError, Templates
 from extproc.reasons import Reason, Unscored
@@ -125,6 +127,83 @@ def test_templates_are_caged_and_fail_without_a_word_of_the_request(source: str)
         render(source)
     assert "secret" not in str(error.value)
     assert error.value.__cause__ is None
+
+
+ENDLESS = {
+    "silent loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "loops that write": "{% for a in range(99999) %}{% for b in range(99999) %}{{ b }}{% endfor %}{% endfor %}",
+    "calls": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
+}
+HUGE = {
+    "a constant": "{{ 'a' * 10000000000 }}",
+    "the other way round": "{{ 10000000000 * 'a' }}",
+    "a list": "{{ [1] * messages | length * 10000000000 }}",
+    "a power": "{{ 10 ** 10000000000 }}",
+    "numbers": "{% set n = namespace(a=7) %}{% for i in range(99) %}{% set n.a = n.a * n.a %}{% endfor %}{{ n.a }}",
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+@pytest.mark.parametrize("thread", [False, True])
+def test_a_template_that_does_not_end_is_ended(what: str, thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small chats are rendered in the event loop's thread, large ones beside it."""
+    monkeypatch.setattr(template, "RENDER_SECONDS", 0.02)
+    monkeypatch.setattr(deadline, "TICK", 0.02)
+    with ThreadPoolExecutor(1) as executor, pytest.raises(RenderError, match="TooSlow"):
+        executor.submit(render, ENDLESS[what]).result() if thread else render(ENDLESS[what])
+    assert render("{{ messages[0].content }}") == "hi"
+
+
+@pytest.mark.parametrize("what", HUGE)
+@pytest.mark.parametrize("continued", [False, True])
+def test_large_products_are_not_computed(what: str, continued: bool) -> None:
+    with pytest.raises(RenderError, match="OverflowError"):
+        render(HUGE[what] + "{{ messages[0].content }}", continue_final_message=continued)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [("{{ '-' * 3 }}", "---"), ("{{ 2 * 3.5 }}", "7.0"), ("{{ 2 ** 10 }}{{ 2 ** -1 }}", "10240.5"),
+     ("{{ [1] * 2 }}", "[1, 1]"), ("{{ 3 * true }}", "3"), ("{{ 'a' * -1 }}", "")],
+)  # fmt: skip
+def test_products_of_real_templates(source: str, text: str) -> None:
+    assert render(source) == text
+
+
+def test_long_templates_and_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadTemplate, match="1048577 letters: at most 1048576"):
+        ChatTemplate("x" * (1 + (1 << 20)))
+    monkeypatch.setattr(template, "MAX_TEXT", 3)
+    assert render("abc") == "abc"
+    with pytest.raises(RenderError, match="more than 3 letters"):
+        render("abcd")
+
+
+class Swallowing:
+    """Eats one exception of any kind, as a callback of the collector does."""
+
+    def __call__(self) -> str:
+        with suppress(BaseException):
+            while True:
+                pass
+        return "went on"
+
+
+def test_a_deadline_never_reaches_what_comes_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline, "TICK", 0.001)
+    monkeypatch.setattr(deadline, "DELIVERY", 0.05)
+    ended = 0
+    for turn in range(300):
+        try:
+            deadline.within(0.001 * (turn % 3), lambda: sum(range(20_000)))
+        except deadline.TooSlow:
+            ended += 1
+        sum(range(2_000))  # what comes after
+    assert 0 < ended < 300
+    assert deadline.within(0.0, Swallowing()) == "went on"
+    with pytest.raises(ZeroDivisionError):
+        deadline.within(5.0, lambda: 1 / 0)
+    assert deadline._running == {}
 
 
 CONTINUED = [
