@@ -6,6 +6,12 @@ import os
 
 import pytest
 
+from examples.emulator.process import EmulatorProcess
+from examples.local.processes import Process
+from tests import forked
+
+Process.popen = EmulatorProcess.popen = forked.Popen
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

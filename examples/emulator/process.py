@@ -21,7 +21,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, ClassVar, Self
 
 ROOT = Path(__file__).parents[2]
 READY_TIMEOUT = 30.0
@@ -38,6 +38,8 @@ class EmulatorProcess:
 
     Ports are chosen by the child at the first start and kept over `restart`.
     """
+
+    popen: ClassVar[Any] = subprocess.Popen  # tests put a quicker start here
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class EmulatorProcess:
         command = [sys.executable, "-m", "examples.emulator", "--exit-with-stdin", "--name", self.name]
         command += [*_flags({**self._options, **self._kept_ports()}), *self._arguments]
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
-        self._process = subprocess.Popen(
+        self._process = self.popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -22,7 +22,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import yaml
 
@@ -113,6 +113,8 @@ def unbroken() -> Iterator[None]:
 class Process:
     """One child process with its log file `folder/name.log` (stderr) and `folder/name.out` (stdout)."""
 
+    popen: ClassVar[Any] = subprocess.Popen  # tests put a quicker start here
+
     def __init__(
         self, name: str, command: Sequence[str], folder: Path, *, env: Mapping[str, str] | None = None, cwd: Path = ROOT
     ) -> None:
@@ -130,7 +132,7 @@ class Process:
             if path.exists():
                 path.rename(path.with_suffix(path.suffix + ".1"))
         with self.log_path.open("wb") as log, self.out_path.open("wb") as out, unbroken():
-            self._process = subprocess.Popen(
+            self._process = self.popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -235,6 +237,10 @@ class KvcarProcess(Process):
 
         found = self._wait_for(ports, "the line with its ports", timeout=60.0)
         self.ext_proc, self.admin = found["ext_proc"], found["admin"]
+
+    def wait_serving(self) -> None:
+        """Until /readyz says so: tokenizers are loaded, the engines' streams told what they hold. Raises NotReady."""
+        self._wait_for(lambda: http_get(f"http://{self.admin}/readyz")[0] == 200, "/readyz", timeout=60.0)
 
     def get(self, path: str) -> Any:
         """JSON of the admin API. Raises NotReady when it does not answer 200."""

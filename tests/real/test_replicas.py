@@ -113,6 +113,7 @@ async def test_a_replica_that_starts_takes_over_what_another_knows(
                 second.config_path.write_text(config, encoding="utf-8")
                 await asyncio.to_thread(second.start)
                 await asyncio.to_thread(second.wait_ready)
+                await asyncio.to_thread(second.wait_serving)
                 await asyncio.to_thread(stack.envoy.wait_healthy, "extproc", 2)
                 return await asyncio.to_thread(best_hits, second, talks)
 
