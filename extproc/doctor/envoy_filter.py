@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from extproc.doctor.check import Check, Found, Skip
 from extproc.doctor.context import Context
@@ -111,160 +111,121 @@ def each(view: EnvoyView) -> list[tuple[Way, Json]]:
     return list(found.values())
 
 
-async def metadata(context: Context) -> Found:
+def metadata(_context: Context, view: EnvoyView, way: Way, settings: Json) -> Iterator[Finding]:
     """Envoy takes metadata only of namespaces that it is told to receive."""
-    view = await context.envoy()
-    found = []
-    for way, settings in each(view):
-        received = settings.get("metadata_options", {}).get("receiving_namespaces", {}).get("untyped", [])
-        if NAMESPACE not in received and any(
-            reads_metadata(view, one) for one in view.scored if one.filter == settings
-        ):
-            found.append(
-                error(
-                    "envoy.metadata",
-                    way.name,
-                    "Envoy drops kvcar's decision: its metadata namespace is not received, and nothing says so",
-                    cause=f"metadata_options.receiving_namespaces.untyped lacks {NAMESPACE}",
-                    evidence=(f"receiving_namespaces.untyped: {received}",),
-                    remedy=f"metadata_options: {{receiving_namespaces: {{untyped: [{NAMESPACE}, kvcar]}}}}",
-                )
-            )
-    return Found(tuple(found), f"{NAMESPACE} received, or not needed")
+    received = settings.get("metadata_options", {}).get("receiving_namespaces", {}).get("untyped", [])
+    alike = (one for one in view.scored if one.filter == settings)
+    if NAMESPACE not in received and any(reads_metadata(view, one) for one in alike):
+        yield error(
+            "envoy.metadata",
+            way.name,
+            "Envoy drops kvcar's decision: its metadata namespace is not received, and nothing says so",
+            cause=f"metadata_options.receiving_namespaces.untyped lacks {NAMESPACE}",
+            evidence=(f"receiving_namespaces.untyped: {received}",),
+            remedy=f"metadata_options: {{receiving_namespaces: {{untyped: [{NAMESPACE}, kvcar]}}}}",
+        )
 
 
-async def body_mode(context: Context) -> Found:
+def body_mode(context: Context, _view: EnvoyView, way: Way, settings: Json) -> Iterator[Finding]:
     """Only a mode that holds the request until the answer is there can route by the body."""
-    found = []
-    for way, settings in each(await context.envoy()):
-        mode = settings.get("processing_mode", {})
-        body, seen = mode.get("request_body_mode", "NONE"), (f"processing_mode {dict(mode)}",)
-        if body == "NONE":
-            found.append(
-                error(
-                    "envoy.body_mode",
-                    way.name,
-                    "Envoy does not send request bodies, so every request passes unscored (no_body)",
-                    cause="processing_mode.request_body_mode is NONE, its default",
-                    evidence=seen,
-                    remedy="request_body_mode: BUFFERED",
-                )
-            )
-        elif body in ("STREAMED", "BUFFERED_PARTIAL"):
-            found.append(
-                error(
-                    "envoy.body_mode",
-                    way.name,
-                    f"with request_body_mode {body} decisions are lost for slow or large bodies, without an error",
-                    cause="STREAMED routes the request before the body is complete; BUFFERED_PARTIAL hands over a part",
-                    evidence=seen,
-                    remedy="request_body_mode: BUFFERED",
-                )
-            )
-        if mode.get("request_header_mode") == "SKIP":
-            found.append(
-                error(
-                    "envoy.header_mode",
-                    way.name,
-                    "Envoy does not send request headers, so kvcar cannot tell the path",
-                    cause="request_header_mode SKIP",
-                    evidence=seen,
-                    remedy="request_header_mode: SEND",
-                )
-            )
-        if mode.get("response_header_mode") == "SKIP":
-            found.append(
-                warning(
-                    "envoy.response_mode",
-                    way.name,
-                    "kvcar learns neither who served a request nor when its prefill was done: loads are wrong",
-                    cause="response_header_mode SKIP",
-                    evidence=seen,
-                    remedy="response_header_mode: SEND and response_trailer_mode: SEND",
-                )
-            )
-        observe = context.config.listen.observe_usage
-        if observe and mode.get("response_body_mode", "NONE") == "NONE":
-            found.append(
-                warning(
-                    "envoy.usage_not_seen",
-                    way.name,
-                    "listen.observe_usage is on, but Envoy does not send answers: delivered hits stay unknown",
-                    cause="response_body_mode NONE",
-                    evidence=seen,
-                    remedy="response_body_mode: STREAMED, or switch listen.observe_usage off",
-                )
-            )
-    return Found(tuple(found), "BUFFERED, or full duplex")
+    mode = settings.get("processing_mode", {})
+    body, seen = mode.get("request_body_mode", "NONE"), (f"processing_mode {dict(mode)}",)
+    if body == "NONE":
+        yield error(
+            "envoy.body_mode",
+            way.name,
+            "Envoy does not send request bodies, so every request passes unscored (no_body)",
+            cause="processing_mode.request_body_mode is NONE, its default",
+            evidence=seen,
+            remedy="request_body_mode: BUFFERED",
+        )
+    elif body in ("STREAMED", "BUFFERED_PARTIAL"):
+        yield error(
+            "envoy.body_mode",
+            way.name,
+            f"with request_body_mode {body} decisions are lost for slow or large bodies, without an error",
+            cause="STREAMED routes the request before the body is complete; BUFFERED_PARTIAL hands over a part",
+            evidence=seen,
+            remedy="request_body_mode: BUFFERED",
+        )
+    if mode.get("request_header_mode") == "SKIP":
+        yield error(
+            "envoy.header_mode",
+            way.name,
+            "Envoy does not send request headers, so kvcar cannot tell the path",
+            cause="request_header_mode SKIP",
+            evidence=seen,
+            remedy="request_header_mode: SEND",
+        )
+    if mode.get("response_header_mode") == "SKIP":
+        yield warning(
+            "envoy.response_mode",
+            way.name,
+            "kvcar learns neither who served a request nor when its prefill was done: loads are wrong",
+            cause="response_header_mode SKIP",
+            evidence=seen,
+            remedy="response_header_mode: SEND and response_trailer_mode: SEND",
+        )
+    if context.config.listen.observe_usage and mode.get("response_body_mode", "NONE") == "NONE":
+        yield warning(
+            "envoy.usage_not_seen",
+            way.name,
+            "listen.observe_usage is on, but Envoy does not send answers: delivered hits stay unknown",
+            cause="response_body_mode NONE",
+            evidence=seen,
+            remedy="response_body_mode: STREAMED, or switch listen.observe_usage off",
+        )
 
 
-async def failure_mode(context: Context) -> Found:
-    found = []
-    for way, settings in each(await context.envoy()):
-        if not settings.get("failure_mode_allow"):
-            found.append(
-                warning(
-                    "envoy.fail_closed",
-                    way.name,
-                    "while kvcar is away, clients get 500 instead of an answer that is balanced without it",
-                    cause="failure_mode_allow is off, its default",
-                    evidence=(f"failure_mode_allow: {bool(settings.get('failure_mode_allow'))}",),
-                    remedy="failure_mode_allow: true; for an InferencePool endpointPickerRef.failureMode: FailOpen. In "
-                    "full duplex it works once Envoy's health check has noticed that kvcar is away",
-                )
-            )
-    return Found(tuple(found), "fails open")
+def failure_mode(_context: Context, _view: EnvoyView, way: Way, settings: Json) -> Iterator[Finding]:
+    if not settings.get("failure_mode_allow"):
+        yield warning(
+            "envoy.fail_closed",
+            way.name,
+            "while kvcar is away, clients get 500 instead of an answer that is balanced without it",
+            cause="failure_mode_allow is off, its default",
+            evidence=("failure_mode_allow: False",),
+            remedy="failure_mode_allow: true; for an InferencePool endpointPickerRef.failureMode: FailOpen. In full "
+            "duplex it works once Envoy's health check has noticed that kvcar is away",
+        )
 
 
-async def message_timeout(context: Context) -> Found:
-    """Envoy's limit for one message must be above kvcar's own, or Envoy gives up on answers that are on their way."""
+def message_timeout(context: Context, _view: EnvoyView, way: Way, settings: Json) -> Iterator[Finding]:
+    """Envoy's limit for one message must be above kvcar's own, or Envoy gives up on answers that are on their way. In
+    full duplex it applies none."""
     own = context.config.limits.decide_timeout_ms / 1000
-    found, given = [], None
-    for way, settings in each(await context.envoy()):
-        if settings.get("processing_mode", {}).get("request_body_mode") == FULL_DUPLEX:
-            continue
-        given = seconds(settings.get("message_timeout"), 0.2)
-        if given <= own:
-            default = " (Envoy's default)" if settings.get("message_timeout") is None else ""
-            found.append(
-                warning(
-                    "envoy.message_timeout",
-                    way.name,
-                    f"Envoy gives up after {given:g} s{default}, while kvcar may take {own:g} s: such requests go "
-                    "unrouted, or fail with 504 when failing closed",
-                    cause="message_timeout is not above limits.decide_timeout_ms",
-                    evidence=(f"message_timeout {given:g} s", f"limits.decide_timeout_ms {own * 1000:g}"),
-                    remedy=f"message_timeout: {max(2.0, 2 * own):g}s",
-                )
-            )
-    if given is None:
-        raise Skip("Envoy does not apply it in full duplex")
-    return Found(tuple(found), f"{given:g} s, kvcar's own {own:g} s")
+    given = seconds(settings.get("message_timeout"), 0.2)
+    if given <= own and settings.get("processing_mode", {}).get("request_body_mode") != FULL_DUPLEX:
+        default = " (Envoy's default)" if settings.get("message_timeout") is None else ""
+        yield warning(
+            "envoy.message_timeout",
+            way.name,
+            f"Envoy gives up after {given:g} s{default}, while kvcar may take {own:g} s: such requests go "
+            "unrouted, or fail with 504 when failing closed",
+            cause="message_timeout is not above limits.decide_timeout_ms",
+            evidence=(f"message_timeout {given:g} s", f"limits.decide_timeout_ms {own * 1000:g}"),
+            remedy=f"message_timeout: {max(2.0, 2 * own):g}s",
+        )
 
 
-async def mutations(context: Context) -> Found:
+def mutations(context: Context, view: EnvoyView, way: Way, settings: Json) -> Iterator[Finding]:
     """kvcar sets and removes headers; rules that do not let it are obeyed silently."""
-    view, names = await context.envoy(), context.config.headers
+    names = context.config.headers
+    rules = settings.get("mutation_rules", {})
     written = [name for name in (names.destination, names.rank, names.stateful_session) if name]
-    found = []
-    for way, settings in each(view):
-        rules = settings.get("mutation_rules", {})
-        refused = [name for name in written if not _writable(rules, name)]
-        lost = [name for name in refused if name in read_headers(view, way)]
-        if refused:
-            make = error if lost else warning
-            found.append(
-                make(
-                    "envoy.mutation_rules",
-                    way.name,
-                    f"Envoy refuses headers that kvcar sets: {', '.join(refused)}"
-                    + (f"; it chooses hosts by {', '.join(lost)}, so decisions are lost" if lost else ""),
-                    cause="mutation_rules do not allow these names (refusals count in rejected_header_mutations)",
-                    evidence=(f"mutation_rules {dict(rules)}",),
-                    remedy="add the names to mutation_rules.allow_expression",
-                )
-            )
-    return Found(tuple(found), "kvcar may write its headers")
+    refused = [name for name in written if not _writable(rules, name)]
+    lost = [name for name in refused if name in read_headers(view, way)]
+    if refused:
+        make = error if lost else warning
+        yield make(
+            "envoy.mutation_rules",
+            way.name,
+            f"Envoy refuses headers that kvcar sets: {', '.join(refused)}"
+            + (f"; it chooses hosts by {', '.join(lost)}, so decisions are lost" if lost else ""),
+            cause="mutation_rules do not allow these names (refusals count in rejected_header_mutations)",
+            evidence=(f"mutation_rules {dict(rules)}",),
+            remedy="add the names to mutation_rules.allow_expression",
+        )
 
 
 def _writable(rules: Json, name: str) -> bool:
@@ -335,14 +296,27 @@ async def foreign(context: Context) -> Found:
     )
 
 
+Judge = Callable[[Context, EnvoyView, Way, Json], Iterator[Finding]]
+
+
+def _judged(id: str, title: str, judge: Judge) -> Check:
+    """A check of the filter's settings as every scored way sees them."""
+
+    async def run(context: Context) -> Found:
+        view = await context.envoy()
+        return Found(tuple(one for way, settings in each(view) for one in judge(context, view, way, settings)))
+
+    return Check(id, "Envoy", title, ("envoy",), run)
+
+
 CHECKS = (
     Check("envoy.reachable", "Envoy", "Envoy's admin port answers", ("envoy",), reachable),
     Check("envoy.filter", "Envoy", "prompts go through the ext_proc filter", ("envoy",), filter_present),
-    Check("envoy.metadata", "Envoy", "kvcar's metadata is received", ("envoy",), metadata),
-    Check("envoy.body_mode", "Envoy", "bodies are handed over whole", ("envoy",), body_mode),
-    Check("envoy.failure_mode", "Envoy", "requests are served without kvcar", ("envoy",), failure_mode),
-    Check("envoy.message_timeout", "Envoy", "message_timeout leaves kvcar its time", ("envoy",), message_timeout),
-    Check("envoy.mutation_rules", "Envoy", "mutation rules let kvcar write", ("envoy",), mutations),
+    _judged("envoy.metadata", "kvcar's metadata is received where it is needed", metadata),
+    _judged("envoy.body_mode", "bodies are handed over whole", body_mode),
+    _judged("envoy.failure_mode", "requests are served without kvcar", failure_mode),
+    _judged("envoy.message_timeout", "message_timeout leaves kvcar its time", message_timeout),
+    _judged("envoy.mutation_rules", "mutation rules let kvcar write", mutations),
     Check("envoy.client_headers", "Envoy", "clients' routing headers are removed", ("envoy",), client_headers),
     Check("envoy.other_filters", "Envoy", "no second endpoint picker", ("envoy",), foreign),
 )

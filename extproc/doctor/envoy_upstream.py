@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from extproc.doctor.check import Check, Found, Skip
 from extproc.doctor.context import Context
+from extproc.doctor.engines import of
 from extproc.doctor.envoy_choice import ORIGINAL_DST, is_fallback, upstreams
 from extproc.doctor.envoy_view import EnvoyView, Json, Way, number, seconds
 from extproc.doctor.finding import Finding, error, note, warning
@@ -35,7 +36,7 @@ async def endpoints(context: Context) -> Found:
                 found.append(
                     error(
                         "envoy.unknown_instance",
-                        f"instance {one.name} of pool {pool.name}",
+                        of(pool, one),
                         f"Envoy does not know {one.address}: whenever kvcar chooses it, the choice is ignored silently",
                         cause="no cluster that prompts go to has this member; addresses are compared as ip:port",
                         evidence=(f"cluster {', '.join(names)}: {', '.join(sorted(known)) or 'no members'}",),
@@ -46,7 +47,7 @@ async def endpoints(context: Context) -> Found:
                 found.append(
                     warning(
                         "envoy.unhealthy_instance",
-                        f"instance {one.name} of pool {pool.name}",
+                        of(pool, one),
                         f"Envoy holds {one.address} for unhealthy; kvcar's choice of it is obeyed all the same",
                         cause="its health check fails, or outlier detection has ejected it",
                         evidence=(", ".join(known[one.address].problems),),

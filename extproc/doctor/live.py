@@ -16,6 +16,7 @@ from typing import Any
 from extproc.config import Pool
 from extproc.doctor.check import Check, Found, Skip
 from extproc.doctor.context import Context
+from extproc.doctor.engines import of
 from extproc.doctor.finding import Finding, error, note, warning
 from extproc.doctor.http import Answer
 from extproc.doctor.listen import Listener
@@ -150,7 +151,7 @@ async def engines(context: Context) -> Found:
 
 
 def _judge(pool: Pool, one: Probe) -> Iterator[Finding]:
-    where = f"instance {one.instance.name} of pool {pool.name}"
+    where = of(pool, one.instance)
     failed = one.first if not one.first.ok else one.second if one.second is not None and not one.second.ok else None
     if failed is not None:
         yield error(
