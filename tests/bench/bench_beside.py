@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
 import uvloop
 
@@ -34,9 +33,11 @@ from kvindex import Directory, EventTransport, Instance, StreamEndpoint
 from kvindex.fleet import Instance as Fleeted
 from tests.bench.bench_extproc import ROOT
 from tests.bench.chats import BLOCK, MODEL, PATH, Chats, stored
+from tests.bench.rows import Row, log, row, told
 from tests.real.publisher import Publisher
 
 RATE = 100.0  # at most
+EVENT = 16  # blocks an event of publish_events
 LOADS: dict[str, list[str]] = {
     "no events": [],
     "50k blocks/s": ["50000"],
@@ -90,10 +91,9 @@ def applied(directory: Directory) -> Iterator[int]:
         yield sum(status.events.values()) if status else 0
 
 
-def run(rounds: int = 3, seconds: float = 3.0) -> list[dict[str, Any]]:
-    """About a minute and a half."""
+def run(rounds: int = 3, seconds: float = 3.0) -> list[Row]:
     seen: dict[str, list[list[float]]] = {name: [] for name in LOADS}
-    rates: dict[str, float] = {}
+    rates: dict[str, list[float]] = {name: [] for name in LOADS}
     with EventTransport() as transport, Publisher(replay=None) as publisher:
         requests = Requests(transport)
         requests.directory.update(followed(publisher.endpoint))
@@ -106,13 +106,14 @@ def run(rounds: int = 3, seconds: float = 3.0) -> list[dict[str, Any]]:
             uvloop.run(requests.one(body))
         gc.collect()
         gc.freeze()
-        for _ in range(rounds):
+        for number in range(rounds):
             for name, load_ in LOADS.items():
+                log.info("beside: requests beside %s, round %d of %d", name, number + 1, rounds)
                 with _publishing(requests.directory, publisher.endpoint, load_):
-                    before = sum(applied(requests.directory))
-                    started = time.perf_counter()
+                    before, started = sum(applied(requests.directory)), time.perf_counter()
                     seen[name].append(uvloop.run(requests.paced(seconds)))
-                    rates[name] = (sum(applied(requests.directory)) - before) * 16 / (time.perf_counter() - started)
+                    done, passed = sum(applied(requests.directory)) - before, time.perf_counter() - started
+                    rates[name].append(done * EVENT / passed)
                 requests.directory.update(followed(publisher.endpoint))
         gc.unfreeze()
     rows = []
@@ -122,14 +123,12 @@ def run(rounds: int = 3, seconds: float = 3.0) -> list[dict[str, Any]]:
         for name in LOADS:
             if name != quiet:
                 mine = _at(seen[name], part)
-                goal = part == 0.99 and ("200k" in name or "snapshot" in name)
-                rows.append(
-                    {
-                        "name": f"request {label} beside {name}", "ours": mine, "unit": "ms", "peer": quiet,
-                        "peer_value": base, "ratio": mine / base, "goal": 1.5 if goal else None,
-                        "aim": 1.1 if goal else None, "events_applied_per_s": rates[name] / 16,
-                    }
-                )  # fmt: skip
+                bounds = (1.5, 1.1) if part == 0.99 and ("200k" in name or "snapshot" in name) else ()
+                rows.append(row(f"request {label} beside {name}", mine, "ms", quiet, base, *bounds))
+    for name, load_ in LOADS.items():
+        if len(load_) == 1:
+            offered, taken = float(load_[0]), statistics.median(rates[name])
+            rows.append(row(f"blocks/s beside requests, {name}", offered, "offered", "applied", taken))
     return rows
 
 
@@ -164,8 +163,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--rounds", type=int, default=3)
     for one in run(arguments.parse_args().rounds):
-        print(f"{one['name']:65} {one['ours']:7.2f} {one['peer_value']:7.2f} ms x{one['ratio']:.2f} "
-              f"{one['events_applied_per_s']:.0f} events/s")  # fmt: skip
+        print(told(one), flush=True)
 
 
 if __name__ == "__main__":

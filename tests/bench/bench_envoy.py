@@ -3,7 +3,7 @@
     python -m tests.bench.bench_envoy [--rounds N]
 
 Two Envoys in front of the same three emulated engines, one asks kvcar, the other a no-op ext_proc server; the same
-requests go through both in alternating rounds, and the median round counts. `run()` returns rows as bench_extproc's.
+requests go through both in alternating rounds, and the median round counts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -22,7 +21,8 @@ from examples.local.client import Client
 from examples.local.processes import EnvoyProcess
 from examples.local.stack import Stack
 from extproc.envoy_config import EnvoyOptions, as_dict
-from tests.bench.bench_extproc import Server, row
+from tests.bench.bench_extproc import Server
+from tests.bench.rows import Row, log, row, told
 
 CONVERSATIONS = 16
 WORDS = (
@@ -85,8 +85,8 @@ def without_health_check(options: EnvoyOptions) -> str:
     return yaml.safe_dump(config)
 
 
-def run(rounds: int = 8) -> list[dict[str, Any]]:
-    """About a minute."""
+def run(rounds: int = 8) -> list[Row]:
+    log.info("envoy: %d rounds of %d late turns through two Envoys", rounds + 2, CONVERSATIONS)
     engine = {"blocks": 20_000, "prefill_rate": 10_000_000, "prefill_overhead": 0.0, "decode_rate": 100_000}
     with (
         tempfile.TemporaryDirectory() as name,
@@ -122,14 +122,14 @@ def run(rounds: int = 8) -> list[dict[str, Any]]:
         assert hits > 0, "the requests found no cache: this would not be a late turn"
     ours, peer = statistics.median(used["kvcar"]), statistics.median(used["no-op"])
     title = f"server CPU a scored request through Envoy ({length / 1000:.1f}k tokens, late turn)"
-    return [row(title, ours, "no-op ext_proc", peer, goal=3.0, aim=1.5)]
+    return [row(title, ours, "us", "no-op ext_proc", peer, goal=3.0, aim=1.5)]
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--rounds", type=int, default=8)
     for one in run(arguments.parse_args().rounds):
-        print(f"{one['name']}: {one['ours']:.0f} us, no-op {one['peer_value']:.0f} us, ratio {one['ratio']:.2f}")
+        print(told(one))
 
 
 if __name__ == "__main__":

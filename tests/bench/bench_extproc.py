@@ -3,8 +3,7 @@
     python -m tests.bench.bench_extproc [--requests N] [--rounds N] [--decider MODULE:FACTORY]
 
 Both are processes of their own and get the same messages over plain gRPC, in alternating rounds; the median round
-counts. Through a real Envoy: give compare() a load that sends HTTP requests instead. `run()` returns the rows:
-{"name", "ours", "unit", "peer", "peer_value", "ratio", "goal", "aim"}.
+counts. Through a real Envoy: give compare() a load that sends HTTP requests instead.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from extproc import wire
 from extproc.messages import Outcome
 from extproc.session import Session
 from extproc.session_rules import SessionRules
+from tests.bench.rows import Row, log, row, told
 
 ROOT = Path(__file__).resolve().parents[2]
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -74,8 +74,8 @@ class Server:
         return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-def noop(*arguments: str) -> Server:
-    return Server(" ".join(("no-op", *arguments)), "tests.bench.noop_extproc", *arguments)
+def noop() -> Server:
+    return Server("no-op ext_proc", "tests.bench.noop_extproc")
 
 
 def kvcar(decider: str | None = None) -> Server:
@@ -193,51 +193,29 @@ def in_process(exchange: list[tuple[bytes, int]], repeat: int = 3000) -> float:
 # --- rows ---
 
 
-def row(
-    name: str, ours: float, peer: str | None = None, value: float | None = None, **targets: float
-) -> dict[str, Any]:
-    return {
-        "name": name,
-        "ours": ours,
-        "unit": "us",
-        "peer": peer,
-        "peer_value": value,
-        "ratio": ours / value if value else None,
-        "goal": targets.get("goal"),
-        "aim": targets.get("aim"),
-    }
-
-
-def run(requests: int = 600, rounds: int = 5, decider: str | None = None) -> list[dict[str, Any]]:
-    """About a minute and a half."""
+def run(requests: int = 400, rounds: int = 5, decider: str | None = None) -> list[Row]:
     rows = []
     with noop() as floor, kvcar(decider) as ours:
         for size, name in ((2 << 10, "2 KiB"), (64 << 10, "64 KiB"), (1 << 20, "1 MiB")):
+            log.info("extproc: bodies of %s", name)
             count = requests if size < 1 << 20 else requests // 4
             mine, least = compare([ours, floor], over_grpc(messages(size), count), rounds)
-            rows.append(row(f"server CPU a request, BUFFERED {name}", mine, floor.name, least, goal=3.0, aim=1.5))
-        size = 64 << 10
-        duplex, buffered = (
-            compare([ours], over_grpc(messages(size, modes), requests), rounds)[0] for modes in (DUPLEX, BUFFERED)
-        )
-        rows.append(row("server CPU a request, full duplex 64 KiB", duplex, "kvcar, BUFFERED", buffered))
-    with noop() as read, noop("--form", "generator") as generator, noop("--route", "registered") as registered:
-        costs = compare([read, generator, registered], over_grpc(messages(2 << 10), requests), rounds)
-        rows.append(row("no-op, read()/write() form", costs[0], "async generator", costs[1]))
-        rows.append(row("no-op, one generic handler", costs[0], "registered method", costs[2]))
-    rows.append(row("wire and session alone, 2 KiB", in_process(messages(2 << 10))))
-    return rows
+            rows.append(row(f"server CPU a request, BUFFERED {name}", mine, "us", floor.name, least, 3.0, 1.5))
+        log.info("extproc: full duplex")
+        loads = [over_grpc(messages(64 << 10, modes), requests) for modes in (DUPLEX, BUFFERED)]
+        duplex, buffered = (compare([ours], load, rounds)[0] for load in loads)
+        rows.append(row("server CPU a request, full duplex 64 KiB", duplex, "us", "kvcar, BUFFERED", buffered))
+    return [*rows, row("wire and session alone, 2 KiB", in_process(messages(2 << 10)), "us")]
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--requests", type=int, default=600, help="a round and server")
+    arguments.add_argument("--requests", type=int, default=400, help="a round and server")
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--decider", help="MODULE:FACTORY")
     given = arguments.parse_args()
     for one in run(given.requests, given.rounds, given.decider):
-        against = f"{one['peer']} {one['peer_value']:.0f} us: x{one['ratio']:.2f}" if one["peer"] else ""
-        print(f"{one['name']:45} {one['ours']:6.0f} us   {against}", flush=True)
+        print(told(one), flush=True)
 
 
 if __name__ == "__main__":

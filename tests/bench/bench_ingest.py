@@ -25,6 +25,7 @@ import zmq
 
 from tests.bench.bench_extproc import ROOT
 from tests.bench.chats import BLOCK
+from tests.bench.rows import Row, log, row, told
 
 PUBLISHERS = 4
 EVENT = 16
@@ -107,13 +108,13 @@ def _line(process: subprocess.Popen[bytes]) -> bytes:
     raise RuntimeError("the follower ended early")
 
 
-def run(blocks: int = 300_000, rounds: int = 3) -> list[dict[str, Any]]:
-    """About a minute."""
+def run(blocks: int = 200_000, rounds: int = 3) -> list[Row]:
     kinds = {"ours": ("ours", 1)}
     if importlib.util.find_spec("dynamo"):
-        kinds |= {"Dynamo, 1 thread": ("dynamo", 1), "Dynamo, 4 threads": ("dynamo", 4)}
-    rows: list[dict[str, Any]] = []
+        kinds |= {"SelectionService, 1 thread": ("dynamo", 1), "SelectionService, 4 threads": ("dynamo", 4)}
+    rows: list[Row] = []
     for events in (1, 8):
+        log.info("ingest: %d blocks over ZMQ, %d events a message, %d rounds", blocks, events, rounds)
         batches = [Batch(blocks // PUBLISHERS, events, seed) for seed in range(PUBLISHERS)]
         seen: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
         for _ in range(rounds):
@@ -126,23 +127,18 @@ def run(blocks: int = 300_000, rounds: int = 3) -> list[dict[str, Any]]:
         for name, theirs in figures.items():
             for what, mine, value in (("wall", wall, theirs[0]), ("CPU", cpu, theirs[1])):
                 if name != "ours":
-                    label = f"events over ZMQ, {events} of {EVENT} blocks a message, {what} a block, against {name}"
-                    rows.append(
-                        {
-                            "name": label, "ours": mine, "unit": "us", "peer": name, "peer_value": value,
-                            "ratio": mine / value, "goal": None, "aim": None,
-                        }
-                    )  # fmt: skip
+                    label = f"events over ZMQ, {events} of {EVENT} blocks a message, {what} a block"
+                    rows.append(row(label, mine, "us", name, value))
     return rows
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--blocks", type=int, default=300_000)
+    arguments.add_argument("--blocks", type=int, default=200_000)
     arguments.add_argument("--rounds", type=int, default=3)
     given = arguments.parse_args()
     for one in run(given.blocks, given.rounds):
-        print(f"{one['name']:85} {one['ours']:6.2f} {one['peer_value']:6.2f} us x{one['ratio']:.2f}")
+        print(told(one), flush=True)
 
 
 if __name__ == "__main__":

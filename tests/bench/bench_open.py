@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any
 
 import grpc
 import uvloop
 
 from extproc import wire
 from tests.bench.bench_extproc import Server, drive, kvcar, messages, noop, over_grpc
+from tests.bench.rows import Row, log, row, told
 
 OPEN = (1000, 4000)
 ONE_CHANNEL = 500  # streams
@@ -53,11 +53,11 @@ async def beside(server: Server, count: int, requests: int) -> tuple[float, floa
     return held, used
 
 
-def run(counts: tuple[int, ...] = OPEN, requests: int = 300) -> list[dict[str, Any]]:
-    """About half a minute."""
+def run(counts: tuple[int, ...] = OPEN, requests: int = 300) -> list[Row]:
     rows = []
     alone: dict[str, float] = {}
     for count in (0, *counts):
+        log.info("open: a request beside %d open exchanges", count)
         found = {}
         with kvcar() as ours, noop() as floor:
             for name, server in (("kvcar", ours), ("no-op", floor)):
@@ -68,26 +68,18 @@ def run(counts: tuple[int, ...] = OPEN, requests: int = 300) -> list[dict[str, A
             continue
         held, used = found["kvcar"]
         rows += [
-            _row(
-                f"memory an open exchange, {count} open", held / 1024, "KiB", "no-op ext_proc", found["no-op"][0] / 1024
-            ),
-            _row(f"server CPU a request beside {count} open exchanges", used, "us", "none open", alone["kvcar"]),
-        ]
+            row(f"memory an open exchange, {count} open", held / 1024, "KiB", "no-op ext_proc",
+                found["no-op"][0] / 1024),
+            row(f"server CPU a request beside {count} open exchanges", used, "us", "none open", alone["kvcar"]),
+        ]  # fmt: skip
     return rows
-
-
-def _row(name: str, ours: float, unit: str, peer: str, value: float) -> dict[str, Any]:
-    return {
-        "name": name, "ours": ours, "unit": unit, "peer": peer, "peer_value": value,
-        "ratio": ours / value if value > 0 else None, "goal": None, "aim": None,
-    }  # fmt: skip
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--open", type=int, nargs="*", default=list(OPEN))
     for one in run(tuple(arguments.parse_args().open)):
-        print(f"{one['name']:55} {one['ours']:8.1f} {one['peer_value']:8.1f} {one['unit']}")
+        print(told(one), flush=True)
 
 
 if __name__ == "__main__":

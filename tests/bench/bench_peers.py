@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -42,25 +42,36 @@ from extproc.envoy_config import EXT_PROC_FILTER, EnvoyOptions, as_dict
 from tests.bench.bench_extproc import ROOT, Server
 from tests.bench.chats import BLOCK, MODEL, PATH, Chats, stored
 from tests.bench.load_http import closed, paced
+from tests.bench.rows import Row, log, row, told
 from tests.real.publisher import Publisher
 
 ENGINES = 3
 KVCAR, NOOP, ENVOY = "Envoy + kvcar", "Envoy + no-op ext_proc", "Envoy"
+CPU = "CPU a request"
 
 
 @dataclass
 class Side:
-    """One way through: where requests go, whose CPU counts, what was seen."""
+    """One way through: where requests go, whose CPU counts (Envoy's first, where there is one), what was seen."""
 
     name: str
     url: str
     pids: tuple[int, ...]
-    cpu: list[float] = field(default_factory=list)  # us a request, by round
+    cpu: list[list[float]] = field(default_factory=list)  # us a request of each process, by round
     closed: list[list[float]] = field(default_factory=list)  # seconds, by round
     paced: list[list[float]] = field(default_factory=list)
 
-    def used(self) -> float:
-        return sum(Server.cpu_of(pid) for pid in self.pids)
+    def used(self) -> list[float]:
+        return [Server.cpu_of(pid) for pid in self.pids]
+
+    @property
+    def cpu_us(self) -> float:
+        return statistics.median(sum(one) for one in self.cpu)
+
+    @property
+    def server_us(self) -> float:
+        """Of an ext_proc server; 0 without one."""
+        return statistics.median(sum(one[1:]) for one in self.cpu)
 
 
 @contextlib.contextmanager
@@ -78,17 +89,38 @@ def engines(chats: Chats, folder: Path) -> Iterator[tuple[list[str], list[Publis
         yield [f"127.0.0.1:{int(port)}" for port in process.stdout.readline().split()], publishers
 
 
-def publish(chats: Chats, publishers: list[Publisher]) -> None:
+def publish(chats: Chats, publishers: list[Publisher], kvcars: Sequence[KvcarProcess], *, listening: int) -> None:
+    """The conversations, once each publisher has so many subscribers; until all kvcars have applied them."""
+    served(publishers, lambda: all(one.subscribers >= listening for one in publishers), "subscribers")
     rng = random.Random(5)
     for number, ids in enumerate(chats.tokens):
         publishers[number % ENGINES].publish(stored(ids, rng))
+    for one in kvcars:
+        served(publishers, lambda one=one: caught_up(one, publishers), "kvcar's view of the engines")
 
 
-def envoy(folder: Path, name: str, addresses: list[str], ext_proc: str | None, *, checks: bool) -> EnvoyProcess:
-    """Envoy as `kvcar envoy-config` sets it up, without ext_proc when None; `checks` = its server answers them."""
+def served(publishers: Sequence[Publisher], condition: Callable[[], bool], what: str) -> None:
+    """Until the condition holds; the publishers answer meanwhile."""
+
+    def holds() -> bool:
+        for one in publishers:
+            one.serve()
+        return condition()
+
+    wait_for(holds, what, timeout=60.0)
+
+
+def caught_up(kvcar: KvcarProcess, publishers: Sequence[Publisher]) -> bool:
+    """By the worker that is furthest behind."""
+    sequences = {row["instance"]: row["sequence"] for row in kvcar.get("/streams")["streams"]}
+    return all(sequences[f"engine-{number}"] == one.sequence - 1 for number, one in enumerate(publishers))
+
+
+def envoy(folder: Path, name: str, addresses: list[str], ext_proc: Sequence[str], *, checks: bool) -> EnvoyProcess:
+    """Envoy as `kvcar envoy-config` sets it up, without ext_proc servers none; `checks` = they answer them."""
     options = EnvoyOptions(
         engines=tuple(addresses),
-        ext_proc=(ext_proc or "127.0.0.1:1",),
+        ext_proc=tuple(ext_proc) or ("127.0.0.1:1",),
         listen="127.0.0.1:0",
         admin="127.0.0.1:0",
         access_log=None,
@@ -97,7 +129,7 @@ def envoy(folder: Path, name: str, addresses: list[str], ext_proc: str | None, *
     for cluster in config["static_resources"]["clusters"]:
         if cluster["name"] == "extproc" and not checks:
             del cluster["health_checks"]
-    if ext_proc is None:
+    if not ext_proc:
         manager = config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
         manager["http_filters"] = [one for one in manager["http_filters"] if one["name"] != EXT_PROC_FILTER]
         for host in manager["route_config"]["virtual_hosts"]:
@@ -108,7 +140,7 @@ def envoy(folder: Path, name: str, addresses: list[str], ext_proc: str | None, *
     return process
 
 
-def kvcar(folder: Path, addresses: list[str], publishers: list[Publisher]) -> KvcarProcess:
+def kvcar(folder: Path, addresses: list[str], publishers: list[Publisher], workers: int = 1) -> KvcarProcess:
     instances = [
         {"name": f"engine-{number}", "address": address, "events": one.endpoint, "replay": one.replay}
         for number, (address, one) in enumerate(zip(addresses, publishers, strict=True))
@@ -117,8 +149,9 @@ def kvcar(folder: Path, addresses: list[str], publishers: list[Publisher]) -> Kv
         "name": MODEL, "models": [MODEL], "tokenizer": str(TOKENIZER), "block_size": BLOCK, "dialect": "vllm",
         "scorer": "car", "instances": instances,
     }  # fmt: skip
-    listen = {"address": "127.0.0.1:0", "drain_wait_ms": 0}
-    return KvcarProcess({"listen": listen, "admin": {"address": "127.0.0.1:0"}, "pools": [pool]}, folder)
+    listen = {"address": "127.0.0.1:0", "drain_wait_ms": 0, "workers": workers}
+    config = {"listen": listen, "admin": {"address": "127.0.0.1:0"}, "pools": [pool]}
+    return KvcarProcess(config, folder, name=f"kvcar-{workers}")
 
 
 class Router(Process):
@@ -161,8 +194,8 @@ def sides(chats: Chats, folder: Path) -> Iterator[tuple[list[Side], KvcarProcess
         ours.wait_ready()
         noop = stack.enter_context(Server("no-op", "tests.bench.noop_extproc"))
         found = [Side("no router", f"http://{addresses[0]}{PATH}", ())]
-        ways: list[tuple[str, str | None, tuple[int, ...]]] = [
-            (ENVOY, None, ()), (NOOP, f"127.0.0.1:{noop.port}", (noop.pid,)), (KVCAR, ours.ext_proc, (ours.pid,)),
+        ways: list[tuple[str, list[str], tuple[int, ...]]] = [
+            (ENVOY, [], ()), (NOOP, [f"127.0.0.1:{noop.port}"], (noop.pid,)), (KVCAR, [ours.ext_proc], (ours.pid,)),
         ]  # fmt: skip
         for number, (name, ext_proc, pids) in enumerate(ways):
             way = stack.enter_context(envoy(folder, f"envoy-{number}", addresses, ext_proc, checks=name == KVCAR))
@@ -178,21 +211,7 @@ def sides(chats: Chats, folder: Path) -> Iterator[tuple[list[Side], KvcarProcess
                 print(f"{name} does not run here: {error}", file=sys.stderr)
                 continue
             found.append(Side(name, f"http://{router.address}{PATH}", (router.pid,)))
-        listening = 1 + any(side.name.endswith("kv_aware") for side in found)
-
-        def serve(condition: Any) -> Any:
-            for one in publishers:
-                one.serve()
-            return condition()
-
-        wait_for(lambda: serve(lambda: all(one.subscribers >= listening for one in publishers)), "subscribers")
-        publish(chats, publishers)
-        streams = "/streams"
-        wait_for(
-            lambda: serve(lambda: all(
-                row["sequence"] == publishers[0].sequence - 1 for row in ours.get(streams)["streams"]
-            )), "kvcar's view of the engines",
-        )  # fmt: skip
+        publish(chats, publishers, [ours], listening=1 + any(side.name.endswith("kv_aware") for side in found))
         yield found, ours
 
 
@@ -200,6 +219,7 @@ def measure(
     tokens: int, *, count: int, rate: float, rounds: int, each: int, slow: int
 ) -> tuple[list[Side], Mapping[str, float]]:
     """Rounds of `each` requests closed and `slow` requests paced at `rate`/s, all sides in turn."""
+    log.info("peers: %d conversations of %d tokens, and everything that routes them", count, tokens)
     chats = Chats(count, tokens)
     first, turns = chats.bodies(), chats.stream()
     with tempfile.TemporaryDirectory() as name, sides(chats, Path(name)) as (found, ours):
@@ -209,11 +229,12 @@ def measure(
         for side in found:
             closed(side.url, warm)
         for turn in range(rounds):
+            log.info("peers: %d tokens, %s, round %d of %d", tokens, f"{len(found)} ways", turn + 1, rounds)
             fast, later = list(islice(turns, each)), list(islice(turns, slow))
             for side in found[turn % len(found) :] + found[: turn % len(found)]:
                 before = side.used()
                 side.closed.append(closed(side.url, fast))
-                side.cpu.append((side.used() - before) / each * 1e6)
+                side.cpu.append([(now - then) / each * 1e6 for now, then in zip(side.used(), before, strict=True)])
                 side.paced.append(paced(side.url, later, rate))
         metrics = ours.metrics()
     return found, metrics
@@ -227,32 +248,24 @@ def at(rounds: list[list[float]], part: float) -> float:
     return 1e3 * ordered[min(len(ordered) - 1, int(part * len(ordered)))]
 
 
-def rows_of(found: list[Side], metrics: Mapping[str, float], size: str) -> list[dict[str, Any]]:
+def rows_of(found: list[Side], metrics: Mapping[str, float], size: str) -> list[Row]:
+    """What is added to the latency counts from the way without any router."""
     hits = sum(value for key, value in metrics.items() if key.startswith("kvcar_hit_tokens_total") and "chosen" in key)
     assert hits > 0, "the requests found no cache: these would not be late turns"
     direct, ours = found[0], next(side for side in found if side.name == KVCAR)
-
-    def row(name: str, unit: str, mine: float, side: Side, theirs: float) -> dict[str, Any]:
-        ratio = mine / theirs if theirs > 0 else None
-        return {
-            "name": f"{name}, {size}: {KVCAR} against {side.name}", "ours": mine, "unit": unit, "peer": side.name,
-            "peer_value": theirs, "ratio": ratio, "goal": None, "aim": None,
-        }  # fmt: skip
-
+    others = [side for side in found[1:] if side is not ours]
     rows = []
-    cpu = {side.name: statistics.median(side.cpu) for side in found}
-    for side in found[1:]:
-        if side is not ours:
-            rows.append(row("router CPU a request", "us", cpu[ours.name], side, cpu[side.name]))
-            rows[-1]["per_core"] = [1e6 / cpu[ours.name], 1e6 / cpu[side.name]]
+    for side in others:
+        rows.append(row(f"{CPU}, {size}", ours.cpu_us, "us", side.name, side.cpu_us))
+        if side.server_us:
+            rows.append(row(f"{CPU}, without Envoy's, {size}", ours.server_us, "us", side.name, side.server_us))
     for load, kind in (("closed", "4 at a time"), ("paced", "paced")):
         for part, label in ((0.5, "p50"), (0.99, "p99")):
             base = at(getattr(direct, load), part)
             mine = at(getattr(ours, load), part) - base
-            for side in found[1:]:
-                if side is not ours:
-                    theirs = at(getattr(side, load), part) - base
-                    rows.append(row(f"added {label}, {kind}", "ms", mine, side, theirs))
+            for side in others:
+                theirs = at(getattr(side, load), part) - base
+                rows.append(row(f"added {label}, {kind}, {size}", mine, "ms", side.name, theirs))
     return rows
 
 
@@ -262,11 +275,14 @@ SIZES = {
 }
 
 
-def run(sizes: Mapping[int, Mapping[str, Any]] = SIZES) -> list[dict[str, Any]]:
-    """About two minutes."""
-    rows = []
+def run(sizes: Mapping[int, Mapping[str, Any]] = SIZES) -> list[Row]:
+    rows: list[Row] = []
     for tokens, given in sizes.items():
         rows += rows_of(*measure(tokens, **given), f"{tokens // 1024}k-token late turn")
+    cpu = {one["name"]: one["ours"] for one in rows if one["name"].startswith(f"{CPU}, without Envoy's")}
+    if len(cpu) > 1:
+        (short, less), *_, (long, more) = cpu.items()
+        rows.append(row(f"growth with tokens: {long}", more, "us", short, less))
     return rows
 
 
@@ -276,8 +292,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=5)
     given = arguments.parse_args()
     for one in run({tokens: {**SIZES[tokens], "rounds": given.rounds} for tokens in given.tokens}):
-        ratio = f"x{one['ratio']:.2f}" if one["ratio"] else ""
-        print(f"{one['name']:95} {one['ours']:8.2f} {one['peer_value']:8.2f} {one['unit']} {ratio}", flush=True)
+        print(told(one), flush=True)
 
 
 if __name__ == "__main__":

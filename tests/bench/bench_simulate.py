@@ -22,6 +22,7 @@ from extproc.router import Router
 from extproc.scorers import Request, build
 from extproc.simulate import POLICIES, Result, TraceRequest, read_trace, simulate
 from kvindex.fleet import Instance
+from tests.bench.rows import Row, log, row
 
 TRACE = Path(__file__).parents[1] / "data/traces/mooncake_conversation.jsonl.gz"
 PUBLISHED = {"round_robin": (0.081, 3.28), "car": (0.210, 1.92)}
@@ -29,37 +30,21 @@ MISJUDGED = ("ttft:prefill_rate=4000", "ttft:prefill_rate=16000")
 VARIANTS = ("car:lambda=0.75", "unified:load=uncached", "ttft:own_weight=1", *MISJUDGED)
 
 
-def run() -> list[dict[str, Any]]:
-    trace = read_trace(TRACE)
-    rows: list[dict[str, Any]] = []
-    for engines in (8, 16):
-        results = {one.policy: one for one in simulate(trace, engines, policies=[*POLICIES, *MISJUDGED])}
-        others = [results[name] for name in POLICIES if name != "ttft"]
-        for what, unit in (("ttft_mean_s", "mean"), ("ttft_p99_s", "p99")):
-            best = min(others, key=lambda one: getattr(one, what))
-            for name in ("ttft", *MISJUDGED):
-                rows.append(_row(f"{name} {unit} TTFT, {engines} engines", results[name], best, what))
-        if engines == 8:
-            for name, (hit, mean) in PUBLISHED.items():
-                rows.append(_published(f"{name} hit ratio against the published", results[name].hit_ratio, hit))
-                rows.append(_published(f"{name} mean TTFT against the published", results[name].ttft_mean_s, mean))
-    return rows + [decision_cost(n) for n in (8, 32, 128)]
-
-
-def _row(name: str, ours: Result, best: Result, what: str) -> dict[str, Any]:
-    value, other = getattr(ours, what), getattr(best, what)
-    return {
-        "name": name, "ours": value, "unit": "s", "peer": best.policy, "peer_value": other, "ratio": value / other,
-        "goal": 1.0, "aim": 0.95,
-    }  # fmt: skip
-
-
-def _published(name: str, ours: float, published: float) -> dict[str, Any]:
-    off = abs(ours / published - 1)
-    return {
-        "name": f"{name} (deviation over 2 %)", "ours": ours, "unit": "", "peer": "published", "peer_value": published,
-        "ratio": off / 0.02, "goal": 1.0, "aim": None,
-    }  # fmt: skip
+def run() -> list[Row]:
+    log.info("simulate: %d scorers on an hour of traffic, 8 engines", len(POLICIES) + len(MISJUDGED))
+    results = {one.policy: one for one in simulate(read_trace(TRACE), 8, policies=[*POLICIES, *MISJUDGED])}
+    others = [results[name] for name in POLICIES if name != "ttft"]
+    rows = []
+    for what, label in (("ttft_mean_s", "mean"), ("ttft_p99_s", "p99")):
+        best = min(others, key=lambda one: float(getattr(one, what)))
+        for name in ("ttft", *MISJUDGED):
+            ours, theirs = getattr(results[name], what), getattr(best, what)
+            rows.append(row(f"{name} {label} TTFT, 8 engines", ours, "s", best.policy, theirs, 1.0, 0.95))
+    for name, (hit, mean) in PUBLISHED.items():
+        rows.append(row(f"{name} mean TTFT", results[name].ttft_mean_s, "s", "published", mean, 1.02))
+        rows.append(row(f"{name} prompt tokens missed", 1 - results[name].hit_ratio, "", "published", 1 - hit, 1.02))
+    log.info("simulate: one decision, by number of instances")
+    return rows + [decision_cost(count) for count in (8, 32, 128)]
 
 
 class _Full:
@@ -69,7 +54,7 @@ class _Full:
         return ((len(instance.name) % 5, 0, 0),)
 
 
-def decision_cost(instances: int, rounds: int = 300) -> dict[str, Any]:
+def decision_cost(instances: int, rounds: int = 300) -> Row:
     """Microseconds of one `Router.route` with CAR; the peer is a bare loop that computes the same costs and takes the
     least."""
     fleet = tuple(Instance(f"i{n}", f"10.0.{n // 250}.{n % 250}:80") for n in range(instances))
@@ -97,10 +82,7 @@ def decision_cost(instances: int, rounds: int = 300) -> dict[str, Any]:
                 act()
             best = min(best, (time.perf_counter() - started) / (rounds // 5))
         times[what] = best * 1e6
-    return {
-        "name": f"one decision, {instances} instances", "ours": times["ours"], "unit": "us", "peer": "bare loop",
-        "peer_value": times["bare"], "ratio": times["ours"] / times["bare"], "goal": None, "aim": None,
-    }  # fmt: skip
+    return row(f"one decision, {instances} instances", times["ours"], "us", "bare loop", times["bare"])
 
 
 def table(title: str, results: list[Result]) -> Table:

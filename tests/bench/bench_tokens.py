@@ -17,18 +17,19 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any
 
 from extproc.openai import Body, parse_body
 from extproc.prompt import Options, Prompt, Prompter
 from extproc.prompt.prompter import templates_of
 from extproc.prompt.tokenizer import load
+from tests.bench.rows import Row, log, row, told
 
 WORDS = (
     "the quick brown fox jumps over a lazy dog while seventeen engineers measure latency of caches and routers "
     "because every token counts; (x + y) * 42 == z, see https://example.org/a?b=c or 你好 世界 naïve façade 🙂"
 )
 PATH = "/v1/chat/completions"
+PEER = "apply_chat_template"
 
 
 def text(rng: random.Random, tokens: int) -> str:
@@ -65,14 +66,6 @@ def share(values: list[float], part: float) -> float:
     return 1000 * ordered[min(len(ordered) - 1, int(part * len(ordered)))]
 
 
-def row(name: str, unit: str, ours: float, peer: str, value: float, **targets: float) -> dict[str, Any]:
-    ratio = ours / value
-    return {
-        "name": f"tokens: {name}", "ours": ours, "unit": unit, "peer": peer, "peer_value": value, "ratio": ratio,
-        "goal": targets.get("goal"), "aim": targets.get("aim"),
-    }  # fmt: skip
-
-
 class Setup:
     def __init__(self, directory: str) -> None:
         from transformers import AutoTokenizer
@@ -106,8 +99,9 @@ async def ours(prompter: Prompter, body: bytes) -> Prompt:
 
 async def late_turns(
     setup: Setup, make: Callable[[random.Random, int], Messages], tokens: int, rounds: int
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Turn 20 with turn 19 known, and turn 20 again."""
+    log.info("tokens: %s of %d tokens, %d rounds", make.__name__.replace("_", " "), tokens, rounds)
     plain: list[float] = []
     warm: list[float] = []
     exact: list[float] = []
@@ -131,16 +125,35 @@ async def late_turns(
             values.append(taken)
     usual = 1000 * statistics.median(plain)
     kind = make.__name__.replace("_", " ")
-    targets = [{"goal": 1 / 8, "aim": 1 / 20}, {"goal": 1 / 20, "aim": 1 / 50}] if tokens >= 32_000 else [{}, {}]
+    bounds = [(1 / 8, 1 / 20), (1 / 20, 1 / 50)] if tokens >= 32_000 else [(), ()]
     rows = []
-    for what, values, target in zip(("turn 20", "exact repeat"), (warm, exact), targets, strict=True):
-        name = f"{what} of a chat of {round(count, -3) // 1000}k tokens, {kind}"
-        rows.append(row(name, "CPU ms", 1000 * statistics.median(values), "apply_chat_template", usual, **target))
+    for what, values, bound in zip(("turn 20", "exact repeat"), (warm, exact), bounds, strict=True):
+        name = f"tokens: {what} of a chat of {round(count, -3) // 1000}k tokens, {kind}"
+        rows.append(row(name, 1000 * statistics.median(values), "CPU ms", PEER, usual, *bound))
     return rows
 
 
-async def beside_a_long_one(setup: Setup, tokens: int, seconds: float) -> list[dict[str, Any]]:
+async def misses(setup: Setup, tokens: int, rounds: int) -> list[Row]:
+    """A prompt of which nothing is known."""
+    log.info("tokens: a miss of %d tokens, %d rounds", tokens, rounds)
+    clock = time.process_time
+    taken: list[tuple[float, float]] = []
+    for number in range(rounds):
+        body = encoded(even_turns(random.Random(number), tokens))
+        prompter = setup.prompter()
+        start = clock()
+        ids = setup.plain(body)
+        between = clock()
+        prompt = await ours(prompter, body)
+        taken.append((clock() - between, between - start))
+        assert prompt.ids == ids
+    mine, usual = (1000 * statistics.median(values) for values in zip(*taken, strict=True))
+    return [row(f"tokens: miss of {tokens // 1000}k tokens", mine, "CPU ms", PEER, usual)]
+
+
+async def beside_a_long_one(setup: Setup, tokens: int, seconds: float) -> list[Row]:
     """Short new requests alone, and while 128k-token prompts are encoded one after another."""
+    log.info("tokens: short requests beside prompts of %d tokens", tokens)
     rng = random.Random(1)
 
     bodies = iter([encoded(even_turns(rng, tokens)) for _ in range(20)])
@@ -158,30 +171,27 @@ async def beside_a_long_one(setup: Setup, tokens: int, seconds: float) -> list[d
     prompter = setup.prompter()
     end = time.perf_counter() + seconds
     alone = await short(prompter, lambda: time.perf_counter() < end)
-    running = [0, 0]
 
     async def long() -> None:
         end = time.perf_counter() + seconds
         for body in bodies:
-            running[1] = (await ours(prompter, body)).count
-            running[0] += 1
+            await ours(prompter, body)
             if time.perf_counter() > end:
                 break
 
     task = asyncio.create_task(long())
     beside = await short(prompter, lambda: not task.done())
     await task
-    name = f"short request beside prompts of {running[1] // 1000}k tokens, "
-    return [
-        row(name + "p50", "ms", share(beside, 0.5), "alone", share(alone, 0.5)),
-        row(name + "p99", "ms", share(beside, 0.99), "alone", share(alone, 0.99)),
-    ]
+    name = f"tokens: short request beside prompts of {tokens // 1000}k tokens, "
+    parts = {"p50": 0.5, "p99": 0.99}
+    return [row(name + what, share(beside, part), "ms", "alone", share(alone, part)) for what, part in parts.items()]
 
 
-async def memory(setup: Setup) -> dict[str, Any]:
+async def memory(setup: Setup) -> Row:
     """What the caches hold against their bounds, and what the process grew by, after ten times what fits."""
     import tracemalloc
 
+    log.info("tokens: memory of the caches")
     options = Options(
         tokenizer="", models=("m",), timeout=60.0, segment_bytes=4 << 20, chain_bytes=2 << 20, verify_every=0
     )
@@ -194,20 +204,21 @@ async def memory(setup: Setup) -> dict[str, Any]:
     tracemalloc.stop()
     stats = prompter.refresh_stats()
     held = stats.cache_bytes + stats.chain_bytes
-    name = "memory of caches of 6 MiB after 1 M tokens"
-    return row(name, "MiB", grown / 2**20, "as accounted", held / 2**20, goal=1.5, aim=1.1)
+    name = "tokens: memory of caches of 6 MiB after 1 M tokens"
+    return row(name, grown / 2**20, "MiB", "as accounted", held / 2**20, 1.5, 1.1)
 
 
-def run(family: str = "qwen3", *, rounds: int = 12, seconds: float = 4.0) -> list[dict[str, Any]]:
+def run(family: str = "qwen3", *, rounds: int = 10, seconds: float = 4.0) -> list[Row]:
     from tests.tokenizers import tokenizer_dir
 
     setup = Setup(tokenizer_dir(family))
 
-    async def rows() -> list[dict[str, Any]]:
+    async def rows() -> list[Row]:
         return [
             *await late_turns(setup, even_turns, 4_000, rounds),
             *await late_turns(setup, even_turns, 32_000, rounds),
             *await late_turns(setup, long_context, 32_000, rounds),
+            *await misses(setup, 128_000, 3),
             *await beside_a_long_one(setup, 128_000, seconds),
             await memory(setup),
         ]
@@ -217,5 +228,4 @@ def run(family: str = "qwen3", *, rounds: int = 12, seconds: float = 4.0) -> lis
 
 if __name__ == "__main__":
     for one in run(*sys.argv[1:]):
-        print(f"{one['name']:78} {one['ours']:8.2f} {one['unit']:7} {one['peer']} {one['peer_value']:.2f}: "
-              f"x{one['ratio']:.3f} = 1 / {1 / one['ratio']:.1f}")  # fmt: skip
+        print(told(one), flush=True)

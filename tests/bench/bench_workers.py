@@ -1,17 +1,18 @@
-"""What more workers cost and bring: event CPU of a directory, memory of one, requests a second through a real Envoy.
+"""What a second worker costs: CPU of a request through a real Envoy, CPU of events, memory; and of the other design.
 
-    python -m tests.bench.bench_workers [--events-only]
+    python -m tests.bench.bench_workers [--rounds N]
 
-Events: the engine's own messages decoded, hashed and applied (what every worker does) against the same blocks handed
-over ready-made, as a follower process could do it. Requests: the same load with 1 and 2 workers; on two cores Envoy,
-the engines and the clients share them with the workers, so requests a second cannot double there. CPU a request of
-all kvcar processes tells what another worker brings on a core of its own. `run()` returns rows as bench_index's.
+`kvcar serve` with one and with two workers, the same engines, events and late turns of 4k-token chats, in turns; all
+processes of each count. On two cores Envoy, the client and the workers share what there is, so requests a second cannot
+grow there: CPU a request tells what another worker brings on a core of its own.
+
+The other design: one process follows the engines and hands ready-made changes to the workers. Its best case is taken:
+decoding and hashing once, a change packed once, and in each worker nothing but the index.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import gc
 import random
@@ -20,136 +21,159 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
-from examples.local.stack import Stack
-from kvindex.dialects import DIALECTS, DialectOptions
-from kvindex.events import BlocksMapped, Tier
-from kvindex.hashing import content_keys, pack_tokens
-from kvindex.index import PrefixIndex, Walk
-from tests.bench.bench_envoy import Chats, send
+from examples.local.processes import KvcarProcess
+from kvindex.index import PrefixIndex, StreamView, Walk
 from tests.bench.bench_extproc import Server
-from tests.bench.bench_index import BLOCK, memory, row
+from tests.bench.bench_index import BLOCK, DIALECT, EVENT, chain, message, stored
+from tests.bench.bench_ingest import Batch
+from tests.bench.bench_peers import ENGINES, caught_up, engines, envoy, kvcar, publish, served
+from tests.bench.chats import PATH, Chats
+from tests.bench.load_http import closed
+from tests.bench.rows import Row, log, row, told
+from tests.real.publisher import Publisher
 
-EVENT = 16
-COPIES = ((Tier.DEVICE, 0, 1),)
+WORKERS = (1, 2)
+TOKENS = 4096
+BLOCKS = 240_000
+"""(stream, block) pairs that are published for the cost of events and of memory."""
 
 
-def _chains(count: int) -> Iterator[list[tuple[list[int], int]]]:
+class Side:
+    """One kvcar with its workers behind its own Envoy."""
+
+    def __init__(self, kvcar: KvcarProcess, url: str) -> None:
+        self.kvcar, self.url = kvcar, url
+        rows = kvcar.get("/status").get("workers", ())
+        self.pids = {kvcar.pid, *(one["pid"] for one in rows)}
+        self.cpu_us: list[float] = []
+
+    def cpu(self) -> float:
+        """Seconds of all its processes; the supervisor's is in it."""
+        return sum(Server.cpu_of(pid) for pid in self.pids)
+
+    def memory(self) -> int:
+        """Bytes; what processes share counts once."""
+        return sum(_pss(pid) for pid in self.pids)
+
+
+def _pss(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+
+
+@contextlib.contextmanager
+def sides(chats: Chats, folder: Path) -> Iterator[tuple[dict[int, Side], list[Publisher]]]:
+    with contextlib.ExitStack() as stack:
+        addresses, publishers = stack.enter_context(engines(chats, folder))
+        found = {}
+        for workers in WORKERS:
+            ours = stack.enter_context(kvcar(folder, addresses, publishers, workers))
+            ours.wait_ready()
+            ports = [one["ext_proc"] for one in ours.get("/status").get("workers", ())] or [ours.ext_proc]
+            way = stack.enter_context(envoy(folder, f"envoy-{workers}", addresses, ports, checks=True))
+            way.wait_ready()
+            way.wait_healthy("engines", ENGINES)
+            way.wait_healthy("extproc", workers)
+            found[workers] = Side(ours, f"http://{way.address}{PATH}")
+        publish(chats, publishers, [one.kvcar for one in found.values()], listening=sum(WORKERS))
+        yield found, publishers
+
+
+def bench_processes(rounds: int) -> list[Row]:
+    log.info("workers: kvcar with %s workers", " and ".join(map(str, WORKERS)))
+    chats = Chats(48, TOKENS)
+    with tempfile.TemporaryDirectory() as name, sides(chats, Path(name)) as (found, publishers):
+        start = {count: side.memory() for count, side in found.items()}
+        first, turns = chats.bodies(), chats.stream()
+        for side in found.values():
+            closed(side.url, first)
+        for turn in range(rounds):
+            log.info("workers: requests, round %d of %d", turn + 1, rounds)
+            bodies = list(islice(turns, len(first)))
+            for side in found.values():
+                before = side.cpu()
+                closed(side.url, bodies)
+                side.cpu_us.append((side.cpu() - before) / len(bodies) * 1e6)
+        decided = Counter(one["worker"] for one in found[2].kvcar.get("/decisions?limit=200")["decisions"])
+        held = {count: side.memory() for count, side in found.items()}
+        log.info("workers: %d blocks of events", BLOCKS)
+        batches = [Batch(BLOCKS // ENGINES, 8, seed) for seed in range(ENGINES)]
+        used = {count: side.cpu() for count, side in found.items()}
+        for batch, publisher in zip(batches, publishers, strict=True):
+            for payload in batch.payloads:
+                publisher.publish_raw(payload)
+        for side in found.values():
+            served(publishers, lambda side=side: caught_up(side.kvcar, publishers), "the events")
+        blocks = sum(batch.blocks for batch in batches)
+        events = {count: (side.cpu() - used[count]) / blocks * 1e6 for count, side in found.items()}
+        grown = {count: (side.memory() - held[count]) / blocks for count, side in found.items()}
+    requests = {count: statistics.median(side.cpu_us) for count, side in found.items()}
+    most = max(decided.values()) / sum(decided.values())
+    figures = [("CPU a request", requests, "us"), ("CPU of events, a block", events, "us"),
+               ("memory at start", {count: value / 2**20 for count, value in start.items()}, "MiB"),
+               ("memory a (stream, block)", grown, "B")]  # fmt: skip
+    return [
+        *(row(f"2 workers, {name}", values[2], unit, "1 worker", values[1]) for name, values, unit in figures),
+        row("2 workers, larger share of the requests", most, "", "half", 0.5),
+    ]
+
+
+def bench_designs(events: int = 6000) -> list[Row]:
+    """CPU of all processes a stored block, engine's own messages in each worker against one follower, at its best."""
+    log.info("workers: each follows the engines, against one that follows for all")
     rng = random.Random(5)
-    for _ in range(count):
-        yield [([rng.randrange(150_000) for _ in range(BLOCK)], rng.getrandbits(63)) for _ in range(EVENT)]
-
-
-def bench_events(events: int = 6000) -> list[dict[str, Any]]:
-    """CPU a stored block on each side of the choice."""
-    full, ready = [], []
-    for chain in _chains(events):
-        tokens = [token for block, _ in chain for token in block]
-        hashes = [hash_ for _, hash_ in chain]
-        fields = ["BlockStored", hashes, None, tokens, BLOCK, None, "GPU", None, None, 0, "full_attention", None]
-        full.append(msgpack.packb([1.0, [fields], 0]))
-        ready.append((hashes, content_keys(pack_tokens(tokens), BLOCK)))
+    chains = [chain(rng, EVENT) for _ in range(events)]
+    payloads = [message(one) for one in chains]
+    ready = [stored(None, one) for one in chains]
+    changes = [(one.hashes, b"".join(one.keys())) for one in chains]
     blocks = events * EVENT
-    dialect = DIALECTS["vllm"](DialectOptions())
-    cpu = time.process_time
-
     gc.collect()
     gc.freeze()  # as a server does after its start
-    index = PrefixIndex(block_size=BLOCK)
-    view = index.open(walk=Walk.CASCADE, max_blocks=10**9)
-    started = cpu()
-    for payload in full:
-        for event in dialect.decode(payload).events:
+
+    def whole(view: StreamView) -> None:
+        for payload in payloads:
+            for event in DIALECT.decode(payload).events:
+                view.apply(event)
+
+    def index(view: StreamView) -> None:
+        for event in ready:
             view.apply(event)
-    whole = (cpu() - started) / blocks * 1e6
 
-    started = cpu()
-    deltas = [msgpack.packb([hashes, b"".join(keys), COPIES]) for hashes, keys in ready]
-    pack = (cpu() - started) / blocks * 1e6
+    def cost(work: Any) -> float:
+        """us a block: the least of three."""
+        taken = []
+        for _ in range(3):
+            view = PrefixIndex(block_size=BLOCK).open(walk=Walk.CASCADE, max_blocks=10**9)
+            started = time.process_time()
+            work(view)
+            taken.append(time.process_time() - started)
+        return min(taken) / blocks * 1e6
 
-    def parts() -> Iterator[BlocksMapped]:
-        for delta in deltas:
-            hashes, joined, copies = msgpack.unpackb(delta)
-            keys = [joined[at : at + 16] for at in range(0, len(joined), 16)]
-            yield BlocksMapped(hashes, keys, tuple((Tier(tier), group, count) for tier, group, count in copies))
-
-    del index, view
-    gc.collect()
-    index = PrefixIndex(block_size=BLOCK)
-    view = index.open(walk=Walk.CASCADE, max_blocks=10**9)
-    started = cpu()
-    view.fill(parts())
-    delta_cost = (cpu() - started) / blocks * 1e6
+    all_of_it, alone = cost(whole), cost(index)
+    pack = cost(lambda _: [msgpack.unpackb(msgpack.packb(one)) for one in changes])
     gc.unfreeze()
-    rows = [
-        row("event CPU a stored block, engine's own message", whole, "us", "ready-made delta", delta_cost),
-        row("follower's packing of a delta, a block", pack, "us", "ready-made delta", delta_cost),
-    ]
-    for workers in (2, 4, 8):
-        fed = whole + pack + workers * delta_cost
-        rows.append(row(f"all processes, {workers} workers, a block", workers * whole, "us", "one follower", fed))
-    return rows
-
-
-def kvcar_cpu(stack: Stack) -> float:
-    """Seconds of all its processes; the supervisor's is in it."""
-    status = stack.kvcar.get("/status")
-    return sum(Server.cpu_of(pid) for pid in {stack.kvcar.pid, *(row["pid"] for row in status.get("workers", ()))})
-
-
-def bench_requests(rounds: int = 6) -> list[dict[str, Any]]:
-    """Late turns of 4k-token chats through Envoy, alternating between one kvcar of 1 and one of 2 workers."""
-    engine = {"blocks": 20_000, "prefill_rate": 10_000_000, "prefill_overhead": 0.0, "decode_rate": 100_000}
-    cpu: dict[int, list[float]] = {1: [], 2: []}
-    rate: dict[int, list[float]] = {1: [], 2: []}
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as running:
-        stacks = {
-            count: running.enter_context(Stack(Path(name) / str(count), engine_options=engine, workers=count))
-            for count in (1, 2)
-        }
-        chats = Chats()
-        for turn in range(rounds + 2):
-            prompts = chats.turn()
-            for count, stack in stacks.items():
-                before, started = kvcar_cpu(stack), time.monotonic()
-                asyncio.run(send(stack.url, prompts))
-                if turn >= 2:
-                    rate[count].append(len(prompts) / (time.monotonic() - started))
-                    cpu[count].append((kvcar_cpu(stack) - before) / len(prompts) * 1e6)
-        counts = Counter(row["worker"] for row in stacks[2].kvcar.get("/decisions?limit=100")["decisions"])
-    one, two = statistics.median(cpu[1]), statistics.median(cpu[2])
-    share = min(counts.values()) / sum(counts.values())
+    name = "each worker follows, CPU of all a stored block"
     return [
-        row("kvcar CPU a request, 2 workers", two, "us", "1 worker", one),
-        row("requests/s a core of kvcar, 2 workers", 1e6 / two, "", "1 worker", 1e6 / one),
-        row(
-            "requests/s on this machine, 2 workers",
-            statistics.median(rate[2]),
-            "",
-            "1 worker",
-            statistics.median(rate[1]),
-        ),
-        row("smaller share of requests, 2 workers", share, "", "half", 0.5),
+        row(f"{name}, {workers} workers", workers * all_of_it, "us", "one follower", all_of_it + pack + workers * alone)
+        for workers in (2, 4, 8)
     ]
 
 
-def run() -> list[dict[str, Any]]:
-    """About a minute and a half."""
-    return [*bench_events(), *bench_requests()]
+def run(rounds: int = 6) -> list[Row]:
+    return [*bench_processes(rounds), *bench_designs()]
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--events-only", action="store_true")
-    given = arguments.parse_args()
-    for one in bench_events() if given.events_only else run():
-        against = f"{one['peer']} {one['peer_value']:.2f}"
-        print(f"{one['name']:50} {one['ours']:8.2f} {one['unit']:2} against {against}: x{one['ratio']:.2f}", flush=True)
-    print(f"memory of each worker's directory: {memory('ours', 1_000_000, 32):.0f} B a (stream, block)")
+    arguments.add_argument("--rounds", type=int, default=6)
+    for one in run(arguments.parse_args().rounds):
+        print(told(one), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Every benchmark runs some times, each in a process of its own. Of a row count the median ratio and its spread (largest /
 smallest, as a factor). A row got worse when its median is over the reference by more than both spreads together, and by
-at least FLOOR. Only ratios are compared, so the machine may be another than the reference's; rows that are in one set
-alone are told and count as nothing.
+at least FLOOR. Only ratios are compared, so the machine may be another than the reference's. A row without a reference
+is told and counts as nothing.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from tests.bench.rows import Row, log
 
 REFERENCE = Path(__file__).with_name("reference.json")
 FLOOR = 1.1
@@ -67,34 +68,48 @@ def compare(ratios: Ratios, reference: Reference) -> list[Worse]:
     return sorted(found, key=lambda one: one.reference / one.ratio)
 
 
-def collect(names: Iterable[str], times: int) -> Ratios:
+def collect(names: Sequence[str], times: int) -> Ratios:
     """The ratios of every row, run by run. Raises CalledProcessError for a benchmark that fails."""
     ratios: Ratios = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for turn in range(times):
-            for name in names:
-                print(f"run {turn + 1} of {times}: {name}", flush=True)
-                command = [sys.executable, "-m", "tests.bench", "--only", name, "--out", folder, "--quiet"]
-                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-                report: dict[str, Any] = json.loads((Path(folder) / "bench.json").read_text(encoding="utf-8"))
-                for row in report["rows"]:
-                    if row["bench"] == name and row.get("ratio") is not None:
-                        ratios.setdefault(f"{row['name']} [{row.get('peer')}]", []).append(row["ratio"])
+    for turn in range(times):
+        for name in names:
+            log.info("run %d of %d: %s", turn + 1, times, name)
+            for row in run_alone(name):
+                if row.get("ratio") is not None:
+                    ratios.setdefault(f"{row['name']} [{row.get('peer')}]", []).append(row["ratio"])
     return ratios
 
 
-def check(names: Iterable[str], times: int, *, update: bool = False) -> int:
-    """Exit status: 1 when a row got worse. With `update` the reference is written instead."""
-    ratios = collect(names, times)
-    kept: dict[str, dict[str, float]] = json.loads(REFERENCE.read_text("utf-8")) if REFERENCE.exists() else {}
-    if update:
-        merged = dict(sorted((kept | summary(ratios)).items()))
-        REFERENCE.write_text(json.dumps(merged, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        print(f"{len(ratios)} rows of {len(merged)} written to {REFERENCE.name}")
-        return 0
-    for row in ratios.keys() - kept.keys():
-        print(f"no reference yet: {row}")
-    worse = compare(ratios, kept)
+def run_alone(name: str) -> list[Row]:
+    """The rows of one benchmark, run in a process of its own: nothing left of the one before."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tests.bench", "--only", name, "--out", folder, "--rows-only"]
+        subprocess.run(command, check=True)
+        rows: list[Row] = json.loads((Path(folder) / "bench.json").read_text(encoding="utf-8"))["rows"]
+        return rows
+
+
+def write_reference(names: Sequence[str], times: int, *, keep: bool) -> int:
+    """With `keep` the rows that these benchmarks do not have stay as they are."""
+    found = summary(collect(names, times))
+    merged = dict(sorted({**(read_reference() if keep else {}), **found}.items()))
+    REFERENCE.write_text(json.dumps(merged, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(f"{len(found)} rows of {len(merged)} written to {REFERENCE.name}")
+    return 0
+
+
+def read_reference() -> dict[str, dict[str, float]]:
+    """Empty without a file."""
+    found: dict[str, dict[str, float]] = json.loads(REFERENCE.read_text("utf-8")) if REFERENCE.exists() else {}
+    return found
+
+
+def check(names: Sequence[str], times: int) -> int:
+    """Exit status: 1 when a row got worse."""
+    ratios, reference = collect(names, times), read_reference()
+    for row in sorted(ratios.keys() - reference.keys()):
+        print(f"no reference: {row}")
+    worse = compare(ratios, reference)
     for one in worse:
         print(one)
     print(f"{len(ratios)} rows, {len(worse)} worse than {REFERENCE.name} by more than noise")

@@ -1,7 +1,6 @@
 """The floor: an ext_proc server that looks at the first byte of each message and answers CONTINUE, nothing else.
 
-    python -m tests.bench.noop_extproc [--form read|generator] [--route generic|registered] [--decode]
-                                       [--address HOST:PORT]
+    python -m tests.bench.noop_extproc [--decode] [--address HOST:PORT]
 
 Prints the port on its first line and serves until SIGTERM or the end of its input. --decode decodes each message as
 the server does, and drops the result.
@@ -15,7 +14,7 @@ import gc
 import os
 import signal
 import stat
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -60,24 +59,16 @@ def _decode() -> Callable[[bytes], Any]:
     return decode
 
 
-async def serve(form: str, route: str, address: str, parse: Callable[[bytes], Any]) -> None:
-    async def read_write(_requests: Any, context: Any) -> None:
+async def serve(address: str, parse: Callable[[bytes], Any]) -> None:
+    async def process(_: Any, context: Any) -> None:
         read, write = context.read, context.write
         while (data := await read()) is not grpc.aio.EOF:
             parse(data)
             await write(REPLIES[data[0]])
 
-    async def generator(requests: AsyncIterator[bytes], _context: Any) -> AsyncIterator[bytes]:
-        async for data in requests:
-            parse(data)
-            yield REPLIES[data[0]]
-
-    handler = grpc.stream_stream_rpc_method_handler(read_write if form == "read" else generator)
     server = grpc.aio.server(options=OPTIONS)
-    if route == "generic":
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),))
-    else:
-        server.add_registered_method_handlers(SERVICE, {"Process": handler})
+    handler = grpc.stream_stream_rpc_method_handler(process)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),))
     port = server.add_insecure_port(address)
     await server.start()
     gc.collect()
@@ -89,12 +80,10 @@ async def serve(form: str, route: str, address: str, parse: Callable[[bytes], An
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--form", choices=("read", "generator"), default="read")
-    arguments.add_argument("--route", choices=("generic", "registered"), default="generic")
     arguments.add_argument("--decode", action="store_true")
     arguments.add_argument("--address", default="127.0.0.1:0")
     given = arguments.parse_args()
-    uvloop.run(serve(given.form, given.route, given.address, _decode() if given.decode else _ignore))
+    uvloop.run(serve(given.address, _decode() if given.decode else _ignore))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.report import Report
+from tests.bench.rows import Row
 
-Row = dict[str, Any]
 OURS, THEIRS, FLOOR = "#1f6f8b", "#b8b8b8", "#d98f4e"
 
 
@@ -65,7 +65,7 @@ def _sides(rows: Sequence[Row], start: str, size: str) -> dict[str, float]:
     """Side -> value, of the rows of bench_peers whose name starts so."""
     found: dict[str, float] = {}
     for row in rows:
-        if row.get("bench") == "bench_peers" and row["name"].startswith(f"{start}, {size}"):
+        if row.get("bench") == "bench_peers" and row["name"] == f"{start}, {size}":
             found[row["peer"]] = row["peer_value"]
             found["Envoy + kvcar"] = row["ours"]
     return found
@@ -73,13 +73,13 @@ def _sides(rows: Sequence[Row], start: str, size: str) -> dict[str, float]:
 
 def _peers(rows: Sequence[Row]) -> Any:
     sizes = ("4k-token late turn", "32k-token late turn")
-    measured = [size for size in sizes if _sides(rows, "router CPU a request", size)]
+    measured = [size for size in sizes if _sides(rows, "CPU a request", size)]
     if not measured:
         return None
     latency = [size for size in measured if _sides(rows, "added p99, paced", size)]
     figure, axes = _figure(2 if latency else 1, 2.4 * len(measured), lines=len(measured))
     for number, size in enumerate(measured):
-        cpu = _sides(rows, "router CPU a request", size)
+        cpu = _sides(rows, "CPU a request", size)
         p50, p99 = (_sides(rows, f"added {part}, paced", size) for part in ("p50", "p99"))
         names = sorted(cpu, key=lambda name: cpu[name], reverse=True)
         colors = [OURS if "kvcar" in name else FLOOR if name.startswith("Envoy") else THEIRS for name in names]

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from tests.bench.goals import GOALS, Row, reached
+from tests.bench.goals import GOALS, reached
+from tests.bench.rows import Row
 
 Report = dict[str, Any]
 
+CPU = "CPU a request"
+FIGURES = (CPU, "added p50, 4 at a time", "added p99, 4 at a time", "added p50, paced", "added p99, paced")
+ROUTER = ("router", "CPU us a request", "requests/s/core", *(f"{what}, ms" for what in FIGURES[1:]))
 COLUMNS = ("benchmark", "ours", "unit", "peer", "peer's", "ratio", "reach", "aim", "ok")
 
 
@@ -35,8 +39,12 @@ def read(path: Path) -> list[Row]:
 
 
 def write(report: Report, folder: Path, plots: Sequence[str]) -> None:
-    (folder / "bench.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_json(report, folder)
     (folder / "bench.md").write_text(markdown(report, plots), encoding="utf-8")
+
+
+def write_json(report: Report, folder: Path) -> None:
+    (folder / "bench.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def markdown(report: Report, plots: Sequence[str] = ()) -> str:
@@ -44,7 +52,7 @@ def markdown(report: Report, plots: Sequence[str] = ()) -> str:
     lines = [
         f"Python {machine['python']}, {machine['machine']}, {machine['cores']} cores, load average at the end "
         f"{machine['load_average']}. Ratios are ours / theirs in one run; below 1 is faster or smaller.",
-        "", "| goal | ratio | reach | aim | |", "|---|---|---|---|---|",
+        "", "| goal | ratio | reach | aim | ok |", "|---|---|---|---|---|",
     ]  # fmt: skip
     lines += [
         f"| {one['goal']} | {cell(one['ratio'])} | {cell(one['reach'])} | {cell(one['aim'])} | {word(one['ok'])} |"
@@ -52,9 +60,47 @@ def markdown(report: Report, plots: Sequence[str] = ()) -> str:
     ]
     lines += [f"\n**{one['goal']}**: {one['explained']}" for one in report["goals"] if "explained" in one]
     lines += ["", *(f"![{Path(name).stem}]({name})" for name in plots)]
-    lines += ["", "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += [f"| {' | '.join(cells(row))} |" for row in report["rows"]]
+    for size, found in routers(report["rows"]).items():
+        lines += ["", f"Routers in front of the same engines, {size}:", "", *_lines(ROUTER, found)]
+    lines += ["", *_lines(COLUMNS, map(cells, report["rows"]))]
     return "\n".join(lines) + "\n"
+
+
+def _lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(one)} |" for one in (header, ["---"] * len(header), *rows)]
+
+
+def routers(rows: Sequence[Row]) -> dict[str, list[list[str]]]:
+    """By size of the prompts, the lines of ROUTER: what each way through costs and adds."""
+    values: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        what, comma, size = row["name"].rpartition(", ")
+        if row.get("bench") == "bench_peers" and comma and what in FIGURES:
+            sides = values.setdefault(size, {})
+            sides.setdefault(row["peer"], {})[what] = row["peer_value"]
+            sides.setdefault("Envoy + kvcar", {})[what] = row["ours"]
+    out = {}
+    for size, sides in values.items():
+        ordered = sorted(sides.items(), key=lambda one: one[1].get(CPU, 0.0))
+        out[size] = [
+            [
+                name,
+                f"{found[CPU]:.0f}",
+                f"{1e6 / found[CPU]:.0f}",
+                *(f"{found.get(what, 0):.1f}" for what in FIGURES[1:]),
+            ]
+            for name, found in ordered
+        ]
+    return out
+
+
+def side_by_side(rows: Sequence[Row]) -> list[Table]:
+    tables = []
+    for size, found in routers(rows).items():
+        tables.append(Table(*ROUTER, title=f"Routers in front of the same engines, {size}"))
+        for line in found:
+            tables[-1].add_row(*line)
+    return tables
 
 
 def goal_table(report: Report) -> Table:
@@ -89,4 +135,6 @@ def word(value: bool | None) -> str:
 
 
 def cell(value: Any) -> str:
-    return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
