@@ -48,6 +48,8 @@ def _message(message: object, list_format: bool) -> Message:
     if not isinstance(role, str):
         raise bad("role must be a string")
     content = message.get("content")
+    if len(message) == 2 and type(content) is str and not list_format and (role == "user" or role == "assistant"):
+        return {"role": role, "content": content}  # nearly all messages of a long chat: nothing of the rest applies
     if role == "system":
         content = _without_billing_header(content)
     result: Message = {"role": role, "content": _content(content, list_format)}

@@ -147,14 +147,14 @@ def _load(body: bytes) -> Any:
         for key in ("tools", "documents", "chat_template_kwargs", "messages"):
             value = fields.get(key)
             if key == "messages" and isinstance(value, list):
-                value = [item for item in value if isinstance(item, dict) and _may_hold_numbers(item)]
+                value = [
+                    item
+                    for item in value
+                    if isinstance(item, dict) and ("tool_calls" in item or isinstance(item.get("content"), list))
+                ]
             if value and normalize.holds_huge_number(value):
                 return json.loads(body)
     return fields
-
-
-def _may_hold_numbers(message: Mapping[str, Any]) -> bool:
-    return "tool_calls" in message or isinstance(message.get("content"), list)
 
 
 def read(body: Body) -> Request | Unscored:

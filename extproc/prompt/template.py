@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import TemplateError, meta
+from jinja2 import TemplateError, meta, nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -130,25 +131,45 @@ def wants_system_first(source: str) -> bool:
 
 PLAIN_TYPES = frozenset((str, int, float, bool, list, dict, type(None)))
 FORMATTERS = ("format", "format_map")  # bound methods that the sandbox wraps
+DICT_ATTRIBUTES = frozenset(dir(dict))
+
+
+class _ItemsFirst(CodeGenerator):
+    """Compiles `name.key` to the item itself where `name` is a plain dict that has it: no call for most of what a chat
+    template reads. Anything else asks the environment."""
+
+    def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:
+        if not isinstance(node.node, nodes.Name) or node.attr in DICT_ATTRIBUTES:
+            super().visit_Getattr(node, frame)
+            return
+        owner, name = frame.symbols.ref(node.node.name), repr(node.attr)
+        self.write(f"({owner}[{name}] if type({owner}) is dict and {name} in {owner} else ")
+        super().visit_Getattr(node, frame)
+        self.write(")")
 
 
 def _shorten_access(environment: Any) -> None:
     """Makes the sandbox's attribute access, most of what rendering a chat costs, shorter where its answer is known:
 
-    `message.role` on a plain dict is the item at once (the sandbox asks for an attribute first, fails, and takes the
-    item); names that dict has as attributes go the sandbox's way. And whether a name is safe depends on the type of its
-    owner alone: the sandbox is asked once for each type and name.
+    `message.role` on a plain dict is the item at once, or undefined (the sandbox asks for an attribute first, fails,
+    and takes the item); names that dict has as attributes go the sandbox's way. And whether a name is safe depends on
+    the type of its owner alone: the sandbox is asked once for each type and name.
     """
     sandboxed, is_safe = environment.getattr, environment.is_safe_attribute
-    attributes = frozenset(dir(dict))
     safe: dict[tuple[type, str], bool] = {}
+    absent: dict[str, Any] = {}  # what a dict lacks is undefined by its name alone
 
     def read(owner: Any, name: str) -> Any:
         kind = type(owner)
-        if kind is dict:
-            if name in owner and name not in attributes:
+        if kind is dict and name not in DICT_ATTRIBUTES:
+            if name in owner:
                 return owner[name]
-            return sandboxed(owner, name)
+            found = absent.get(name)
+            if found is None:
+                found = environment.undefined(obj={}, name=name)
+                if len(absent) < 1000:
+                    absent[name] = found
+            return found
         known = safe.get((kind, name))
         if known is None and len(safe) < 1000:
             known = safe[kind, name] = bool(is_safe(owner, name, None)) and name not in FORMATTERS
@@ -162,6 +183,7 @@ def _shorten_access(environment: Any) -> None:
         return sandboxed(owner, name)
 
     environment.getattr = read
+    environment.code_generator_class = _ItemsFirst
 
 
 @lru_cache(maxsize=16)
