@@ -2,6 +2,7 @@
 #   make demo [ARGS=--stay]   three emulated engines, kvcar and a real Envoy, with a workload; --stay leaves it up
 #   make test [ARGS=...]      the whole suite, real Envoy and real ZMQ included
 #   make lint                 ruff and mypy --strict
+#   make audit                known vulnerabilities of what kvcar needs; fails where there is a fixed version
 #   make faults               every fault through a real Envoy, some minutes; writes docs/reliability.md
 #   make soak [SECONDS=1800]  churn, restarts, lost events and aborts at once; kvcar must hold no more at the end
 #   make bench [ARGS=--check] benchmarks against peers; writes bench.json, bench.md, plots; --check: what got worse
@@ -12,9 +13,9 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 ARGS ?=
 
-.PHONY: help demo test lint bench faults soak clean
+.PHONY: help demo test lint audit bench faults soak clean
 help:
-	@sed -n '2,7p' Makefile | sed 's/^# \{0,1\}//'
+	@sed -n '2,8p' Makefile | sed 's/^# \{0,1\}//'
 
 demo: $(VENV)/.demo
 	@exec $(PY) -m examples.local.demo $(ARGS)
@@ -26,6 +27,9 @@ lint: $(VENV)/.test
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
+
+audit: $(VENV)/.audit
+	@$(PY) -m tests.audit
 
 bench: $(VENV)/.bench
 	@$(PY) -m tests.bench $(ARGS)
@@ -54,7 +58,7 @@ venv-package: # Debian and Ubuntu ship python3 without venv
 		echo "installing python3-venv"; apt-get update -qq && apt-get install -y -qq python3-venv >/dev/null; \
 	else echo "python's venv module is missing; on Debian or Ubuntu: sudo apt-get install python3-venv" >&2; exit 1; fi
 
-$(VENV)/.demo $(VENV)/.test $(VENV)/.bench: $(VENV)/.%: pyproject.toml | $(PY)
+$(VENV)/.demo $(VENV)/.test $(VENV)/.audit $(VENV)/.bench: $(VENV)/.%: pyproject.toml | $(PY)
 	@echo "installing kvcar[$*] into $(VENV) (once; one to five minutes, without a word)"
 	@$(PY) -m pip install -q --disable-pip-version-check --progress-bar off -e '.[$*]'
 	@touch $@
