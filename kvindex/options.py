@@ -16,8 +16,11 @@ class TransportOptions:
     """Times in seconds.
 
     max_replays           replays running at once over all streams
-    receive_hwm           messages queued for us per stream before the engine has to keep (and then drop) them
+    receive_hwm           messages queued for us per stream before the engine has to keep (and then drop) them: its own
+                          queue holds 100,000, ours only adds to what one engine can make us hold
     replay_hwm            the same per replay attempt: high, because a ROUTER drops what its reader does not take
+    max_frame_bytes       a larger frame ends the connection before it is taken in; far above SyncLimits.max_message_bytes,
+                          which drops a message and keeps the connection
     reconnect_initial     wait before reconnecting, doubled up to reconnect_max (AIBrix: 1 s to 30 s)
     heartbeat_interval    ZMTP ping, answered by the engine's I/O thread; 0 = off
     heartbeat_timeout     silence after a ping that ends the connection; also the limit for a handshake
@@ -27,8 +30,9 @@ class TransportOptions:
     """
 
     max_replays: int = 4
-    receive_hwm: int = 10_000
+    receive_hwm: int = 1_000
     replay_hwm: int = 100_000
+    max_frame_bytes: int = 64 << 20
     reconnect_initial: float = 1.0
     reconnect_max: float = 30.0
     heartbeat_interval: float = 10.0
@@ -39,7 +43,7 @@ class TransportOptions:
     poll_timeout: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("max_replays", "receive_hwm", "replay_hwm"):
+        for name in ("max_replays", "receive_hwm", "replay_hwm", "max_frame_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} {getattr(self, name)} must be at least 1")
         for name in ("reconnect_initial", "heartbeat_timeout", "work_budget", "poll_timeout"):

@@ -385,6 +385,7 @@ class EventTransport:
         self._sockets += 1
         made.set(zmq.LINGER, 0)
         made.set(zmq.RCVHWM, hwm)
+        made.set(zmq.MAXMSGSIZE, options.max_frame_bytes)
         made.set(zmq.IPV6, int(ipv6))
         made.set(zmq.RECONNECT_IVL, max(1, round(options.reconnect_initial * 1000)))
         made.set(zmq.RECONNECT_IVL_MAX, max(1, round(options.reconnect_max * 1000)))

@@ -274,6 +274,28 @@ def test_oversize_message_costs_its_stream_alone_and_no_connection(transport: Ev
         assert pool.blocks(2, number=1) == 2
 
 
+def test_frame_beyond_all_bounds_is_not_taken_in() -> None:
+    """The sender loses its connection when it has told the length; no memory is kept ready for what it announces."""
+    made = EventTransport(replace(OPTIONS, max_frame_bytes=1 << 20)).start()
+    try:
+        with Publisher(replay=None) as publisher, Publisher(replay=None) as other:
+            pool = Pool(made, publisher, other)
+            pool.until_subscribed()
+            for one in (publisher, other):
+                one.publish(chain(0, 2))
+            pool.until_blocks(2)
+            pool.until_blocks(2, number=1)
+            publisher.publish_raw(b"x" * (2 << 20))
+            pool.until(lambda one: one.link.connections > 1, what="a new connection")
+            pool.until_blocks(0)
+            assert (pool.blocks(2, number=1), pool.report(1).link.connections) == (2, 1)
+            until(lambda: publisher.subscribers > 0, publisher)
+            publisher.publish(chain(0, 3))
+            pool.until_blocks(3)
+    finally:
+        assert made.stop()
+
+
 def test_oversize_message_that_the_replay_repeats(transport: EventTransport) -> None:
     with Publisher() as publisher:
         pool = Pool(transport, publisher, limits=replace(LIMITS, max_message_bytes=64 << 10))
