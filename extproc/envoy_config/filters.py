@@ -23,6 +23,8 @@ EXT_PROC_FILTER = "envoy.filters.http.ext_proc"
 
 # What kvcar may write; the second kind belongs to its own error replies, which the same rule filters.
 _WRITABLE = ("x-gateway-.*", "x-data-parallel-rank", "x-prefiller-host-port", "x-kvcar-.*")
+CREDENTIALS = ("authorization", "proxy-authorization", "cookie", "set-cookie", "x-api-key", "api-key")
+"""Headers of requests and answers that are not shown to kvcar."""
 _REPLY_HEADERS = ("content-type", "retry-after")
 
 
@@ -69,7 +71,7 @@ def ext_proc_filter(options: EnvoyOptions) -> hcm.HttpFilter:
         ),
         forward_rules=ext_proc.HeaderForwardingRules(
             disallowed_headers=matcher.ListStringMatcher(
-                patterns=[matcher.StringMatcher(exact=name) for name in ("authorization", "cookie", "x-api-key")]
+                patterns=[matcher.StringMatcher(exact=name) for name in CREDENTIALS]
             )
         ),
         mutation_rules=mutation_rules.HeaderMutationRules(

@@ -288,7 +288,7 @@ def test_bad_options_name_themselves(case: str) -> None:
 def test_every_comment_is_used() -> None:
     """A comment whose key was renamed would vanish without a word."""
     texts = [render(EnvoyOptions(**options)) for options in VARIANTS.values()]
-    texts.append(render(EnvoyOptions(engines=ENGINES), Part.FRAGMENT))
+    texts += [render(EnvoyOptions(**VARIANTS[name]), Part.FRAGMENT) for name in ("recommended", "engines file")]
     for comment in (*COMMENTS.values(), *PLACES.values()):
         assert any(comment.split("\n")[0] in text for text in texts), comment
 

@@ -72,6 +72,7 @@ def echo_upstream(*, status: int = 200) -> Iterator[EchoUpstream]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = -1  # an answer is one packet: the body of one would wait 40 ms for the headers' acknowledgement
 
         def do_GET(self) -> None:
             self._reply(200, b"ok")
