@@ -1,4 +1,4 @@
-"""A model directory that brings Python code: it is not imported, whether the tokenizer can be loaded without it or not."""
+"""A model directory that brings Python code: it is not imported, whether its tokenizer can be loaded without or not."""
 
 from __future__ import annotations
 
