@@ -98,7 +98,7 @@ class App:
         options, limits = from_environment(
             TransportOptions(
                 max_replays=events.max_replays,
-                max_frame_bytes=max(TransportOptions.max_frame_bytes, 2 * events.max_message_bytes),
+                max_frame_bytes=max(TransportOptions().max_frame_bytes, 2 * events.max_message_bytes),
                 reconnect_initial=events.reconnect_initial_ms / 1000,
                 reconnect_max=max(events.reconnect_initial_ms, events.reconnect_max_ms) / 1000,
             ),
