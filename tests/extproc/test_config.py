@@ -42,6 +42,8 @@ BAD = [
     ("limits: {max_body_bytes: " + "9" * 5000 + "}", ["not valid YAML", "digits"]),
     (GOOD.replace("[m]", '["m\\ud800"]'), ["surrogate"]),
     ('admin: {token: "s3cret"}\n' + GOOD, ["admin.token", "8"]),
+    ('admin: {address: "0.0.0.0:9003"}\n' + GOOD, ["reachable from outside", "set admin.token"]),
+    (GOOD + "  networks: [10.0.0.1/8]\n", ["pools[0].networks[0]", "10.0.0.1/8", "is no network", "10.0.0.0/8"]),
     (pool("load: {path: metrics}"), ["pools[0].load.path", "'/'"]),
     (GOOD.replace("events:", "metrics: x, events:"), ["pools[0].instances[0].metrics", "URL"]),
     ('listen: {address: "127.0.0.1:9003"}\n' + GOOD, ["listen.address", "admin.address", "9003"]),

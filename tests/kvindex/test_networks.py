@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvindex.discovery.base import FleetFeed
+from kvindex.discovery.etcd import EtcdSource
+from kvindex.discovery.etcd_client import EtcdOptions
+from kvindex.discovery.xllm_registry import Question, Registry
 from kvindex.errors import ConfigurationError
 from kvindex.fleet import PUSHED, Fleet, Instance, StreamEndpoint
 from kvindex.networks import Networks, is_local, parse_network
@@ -123,6 +126,25 @@ def test_a_feed_refuses_places_and_names_them() -> None:
     feed.restrict(None)
     assert set(fleet.snapshot()) == {"near", "far"}
     assert feed.refused == {}
+
+
+class Session:
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def get(self, url: str, **_: object) -> None:
+        self.asked.append(url)
+        raise OSError
+
+
+@pytest.mark.parametrize(("address", "asked"), [("10.0.0.1:80", ["http://10.0.0.1:80/health"]), ("127.0.0.1:80", [])])
+async def test_etcd_asks_nobody_where_none_may_be(address: str, asked: list[str]) -> None:
+    """What was registered and deleted is asked whether it lives: only where an instance may be."""
+    source = EtcdSource(EtcdOptions(("http://10.0.0.9:2379",)), Registry(pool="p", model="m"))
+    session = Session()
+    feed = FleetFeed(Fleet(), name="etcd", networks=Networks())
+    await source._question(session, feed, Question("e", address, "1"))  # type: ignore[arg-type]
+    assert session.asked == asked
 
 
 def test_an_instance_cannot_move_to_a_forbidden_place() -> None:
