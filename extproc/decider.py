@@ -252,14 +252,16 @@ class PoolDecider:
         stage["total"].observe(record.total_seconds)
         name = pool.name
         metrics = self._metrics
-        metrics.requests.labels(name, "scored").inc()
-        metrics.decisions.labels(name, scorer, chosen.name).inc()
-        metrics.prompt_tokens.labels(name).inc(prompt.count)
-        metrics.hit(name, "available", decision.best_available_hit, prompt.count)
-        metrics.hit(name, "chosen", decision.hit_tokens, prompt.count)
         costs = decision.main.costs
-        if len(costs) > 1:
-            metrics.spread(name, scorer, costs[0][0], costs[-1][0])
+        metrics.scored(
+            name,
+            scorer,
+            chosen.name,
+            prompt=prompt.count,
+            available=decision.best_available_hit,
+            chosen=decision.hit_tokens,
+            spread=costs[-1][0] - costs[0][0] if len(costs) > 1 else None,
+        )
         if log.isEnabledFor(logging.DEBUG):
             log.debug("request %s: %s", record.request_id, decision.explain())
         self._decisions.add(record)

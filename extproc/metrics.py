@@ -42,6 +42,7 @@ _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.
 _RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 _COSTS = (0.0, 0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 100.0, 1000.0)
 OUTCOMES = ("scored", "unscored", "shed")
+KINDS = ("available", "chosen")
 Kind = Literal["gauge", "counter", "summary", "histogram"]
 
 
@@ -191,6 +192,7 @@ class Metrics:
             registry=self.registry,
         )
         self.stage = {stage: self.seconds.labels(stage) for stage in STAGES}
+        self._scored: dict[tuple[str, str, str], tuple[Any, ...]] = {}
         for reason in Reason:  # there from the start, so that a rate sees the first one
             self.unscored.labels(reason)
 
@@ -201,14 +203,35 @@ class Metrics:
         self.prompt_tokens.labels(name)
         self.failover.labels(name)
 
-    def spread(self, pool: str, scorer: str, best: float, worst: float) -> None:
-        """One decision's costs."""
-        self.cost_spread.labels(pool, scorer).observe(worst - best)
+    def scored(
+        self, pool: str, scorer: str, engine: str, *, prompt: int, available: int, chosen: int, spread: float | None
+    ) -> None:
+        """One choice: its tokens, and what the worst candidate would have cost more (None = there was no other)."""
+        series = self._scored.get((pool, scorer, engine))
+        if series is None:
+            series = self._scored[pool, scorer, engine] = (
+                self.requests.labels(pool, "scored"),
+                self.decisions.labels(pool, scorer, engine),
+                self.prompt_tokens.labels(pool),
+                *(family.labels(pool, kind) for kind in KINDS for family in (self.hit_tokens, self.hit_ratio)),
+            )
+        requests, decisions, tokens, available_tokens, available_ratio, chosen_tokens, chosen_ratio = series
+        requests.inc()
+        decisions.inc()
+        tokens.inc(prompt)
+        available_tokens.inc(available)
+        chosen_tokens.inc(chosen)
+        if prompt > 0:
+            available_ratio.observe(available / prompt)
+            chosen_ratio.observe(chosen / prompt)
+        if spread is not None:
+            self.cost_spread.labels(pool, scorer).observe(spread)
 
     def forget(self, pool: str, instance: str, dp_size: int = 1) -> None:
         """An instance has left: its series, and those of its ranks, go with it, so that labels do not pile up."""
         for name in (instance, *(f"{instance}/{rank}" for rank in range(dp_size))):
             self.decisions.remove_by_labels({"pool": pool, "engine": name})
+        self._scored.clear()
 
     def forget_pool(self, pool: str) -> None:
         """A pool is no longer configured: its series go."""
@@ -216,6 +239,7 @@ class Metrics:
                     self.cost_spread, self.failover, self.prediction_drift)  # fmt: skip
         for family in families:
             family.remove_by_labels({"pool": pool})
+        self._scored.clear()
 
     def hit(self, pool: str, kind: str, tokens: int, prompt: int) -> None:
         """One request's cached tokens of a kind: available, chosen, delivered."""

@@ -35,7 +35,17 @@ def conversation(messages: object, *, list_format: bool, knows_developer: bool) 
     """
     if not isinstance(messages, list) or not messages:
         raise bad("messages must be a non-empty list")
-    result = [_message(message, list_format) for message in messages]
+    result = [
+        # Nearly all messages of a long chat: nothing of the rules below applies to them.
+        {"role": role, "content": content}
+        if type(message) is dict
+        and len(message) == 2
+        and not list_format
+        and type(content := message.get("content")) is str
+        and ((role := message.get("role")) == "user" or role == "assistant")
+        else _message(message, list_format)
+        for message in messages
+    ]
     if not knows_developer and any(message["role"] == "developer" for message in result):
         result = _one_system_first([_as_system(message) for message in result])
     return result
@@ -48,8 +58,6 @@ def _message(message: object, list_format: bool) -> Message:
     if not isinstance(role, str):
         raise bad("role must be a string")
     content = message.get("content")
-    if len(message) == 2 and type(content) is str and not list_format and (role == "user" or role == "assistant"):
-        return {"role": role, "content": content}  # nearly all messages of a long chat: nothing of the rest applies
     if role == "system":
         content = _without_billing_header(content)
     result: Message = {"role": role, "content": _content(content, list_format)}

@@ -29,7 +29,7 @@ class Template(Protocol):
     def knows_developer(self) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Rendering:
     """Arguments of a template."""
 

@@ -12,7 +12,7 @@ from extproc.reasons import Reason, Refused, bad
 MAX_SALT = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # none of these is frozen, which costs three times as much to make
 class _Common:
     salt: str | None = None
     truncate: int | None = None  # None = no cut, -1 = to the model's length, n = keep n ids
@@ -22,7 +22,7 @@ class _Common:
     reads_cache: bool = True  # False: the engine does not read its prefix cache for this request
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ChatRequest(_Common):
     messages: list[Any] = field(repr=False)
     tools: list[dict[str, Any]] | None = field(default=None, repr=False)
@@ -38,13 +38,13 @@ class ChatRequest(_Common):
     thinking_disabled: bool = False  # reasoning_effort none, or low if the template does not know none
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TextRequest(_Common):
     text: str = field(repr=False)
     add_special_tokens: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class IdsRequest(_Common):
     ids: list[int] = field(repr=False)
 

@@ -101,6 +101,15 @@ class SegmentCache:
             self._entries.move_to_end(key)
         return found
 
+    def get_all(self, keys: Sequence[bytes]) -> list[Segment | None]:
+        """`get` of each."""
+        entries = self._entries
+        found = [entries.get(key) for key in keys]
+        for key, segment in zip(keys, found, strict=True):
+            if segment is not None:
+                entries.move_to_end(key)
+        return found
+
     def put(self, key: bytes, tokens: bytes) -> Segment:
         """The segment; kept if it fits."""
         segment = Segment(tokens)
@@ -217,13 +226,12 @@ class Encoder:
         found: list[Segment] = []
         new: dict[bytes, int] = {}
         waiting: set[_Job] = set()
-        get, pending = self.cache.get, self._pending
-        for index, key in enumerate(pieces.keys):
-            segment = get(key)
+        for index, segment in enumerate(self.cache.get_all(pieces.keys)):
             if segment is not None:
                 found.append(segment)
                 continue
-            job = pending.get(key)
+            key = pieces.keys[index]
+            job = self._pending.get(key)
             if job is None:
                 new[key] = index
             else:

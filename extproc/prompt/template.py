@@ -55,6 +55,7 @@ class ChatTemplate:
         self.source = source
         try:
             self._compiled = within(RENDER_SECONDS, lambda: environment.from_string(source))
+            self._compiled.globals = dict(self._compiled.globals)  # copied for each rendering: not from a ChainMap
             tree = environment.parse(source)
         except (TemplateError, RecursionError, TooSlow) as error:
             raise BadTemplate(f"chat template does not compile: {type(error).__name__}") from error

@@ -130,14 +130,14 @@ def test_series_end_with_their_instance_and_pool() -> None:
     add_families(metrics, pools)
     forget_gone(metrics, pool._fleet)
     for name in ("engine-a", "engine-b/0", "engine-b/1"):
-        metrics.decisions.labels("qwen", "car", name).inc()
-    metrics.hit("qwen", "chosen", 5, 10)
-    metrics.spread("qwen", "car", 0.1, 0.4)
+        metrics.scored("qwen", "car", name, prompt=10, available=5, chosen=5, spread=0.3)
     metrics.prediction_drift.labels("qwen").set(0.5)
     live(pool, "engine-b", 0)
     assert len([name for name in samples(metrics) if "engine=engine-b" in name]) > 20
     pool._fleet.remove("engine-b")
     assert not [name for name in samples(metrics) if "engine-b" in name]
+    metrics.scored("qwen", "car", "engine-b/0", prompt=10, available=5, chosen=5, spread=None)  # back, counted anew
+    assert samples(metrics)["kvcar_decisions_total{engine=engine-b/0,pool=qwen,scorer=car}"] == 1
     assert "kvcar_decisions_total{engine=engine-a,pool=qwen,scorer=car}" in samples(metrics)
     pool._fleet.upsert(engine("engine-a", ranks=2))  # other ranks, other labels
     assert "kvcar_decisions_total{engine=engine-a,pool=qwen,scorer=car}" not in samples(metrics), (
