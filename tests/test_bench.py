@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.bench import check
+from tests.bench import bench_ingest, check, plots
+from tests.bench.__main__ import main
 from tests.bench.goals import GOALS, reached
-from tests.bench.report import make, markdown
+from tests.bench.report import make, markdown, routers
+from tests.bench.rows import row as made
 
 
 def row(name: str, ratio: float | None, peer: str = "RadixTree", ours: float = 1.0) -> dict[str, Any]:
@@ -66,6 +69,64 @@ def test_worse_than_noise(now: list[float], then: dict[str, float], worse: bool)
 
 def test_what_never_got_above_zero_has_no_ratio() -> None:
     assert check.summary({"a": [0.0, 1.0], "b": [2.0, 4.0, 3.0]}) == {"b": {"ratio": 3.0, "spread": 2.0}}
+
+
+@pytest.mark.parametrize(("ratios", "status"), [([1.0, 1.05, 1.1], 0), ([2.0, 2.1, 2.2], 1), ([0.5, 0.5, 0.5], 0)])
+def test_check_and_reference_from_end_to_end(
+    ratios: list[float],
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All but the measuring itself: three runs a reference is written from, three more that are compared with it."""
+    measured = iter([1.0, 1.1, 1.05, *ratios])
+    monkeypatch.setattr(check, "run_alone", lambda _: [row("a", next(measured)), row("no peer", None)])
+    monkeypatch.setattr(check, "REFERENCE", tmp_path / "reference.json")
+    assert main(["--reference", "--only", "bench_index"]) == 0
+    assert json.loads(check.REFERENCE.read_text()) == {"a [RadixTree]": {"ratio": 1.05, "spread": 1.1}}
+    assert main(["--check", "--only", "bench_index"]) == status
+    assert f"1 rows, {status} worse" in capsys.readouterr().out
+
+
+def test_a_whole_reference_forgets_rows_that_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "REFERENCE", tmp_path / "reference.json")
+    check.REFERENCE.write_text(json.dumps({"gone [x]": {"ratio": 1.0, "spread": 1.0}}))
+    monkeypatch.setattr(check, "run_alone", lambda _: [row("a", 1.0)])
+    for keep, rows in ((True, {"gone [x]", "a [RadixTree]"}), (False, {"a [RadixTree]"})):
+        check.write_reference(["bench_index"], 1, keep=keep)
+        assert set(json.loads(check.REFERENCE.read_text())) == rows
+
+
+def test_a_benchmark_that_fails_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bench.json").write_text(json.dumps({"rows": [{"bench": "bench_index", **row("a", 2.0)}]}))
+
+    def fail() -> None:
+        raise RuntimeError("no peer answers")
+
+    monkeypatch.setattr(plots, "draw", lambda *_: [])
+    monkeypatch.setattr(bench_ingest, "run", fail)
+    assert main(["--only", "bench_ingest", "--out", str(tmp_path)]) == 1
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert [one["name"] for one in found["rows"]] == ["a"], "the rows of before stay"
+    assert len(found["goals"]) == len(GOALS)
+    monkeypatch.setattr(bench_ingest, "run", lambda: [made("b", 1.0, "us", "other", 2.0)])
+    assert main(["--only", "bench_ingest", "--out", str(tmp_path)]) == 0
+    assert [one["name"] for one in json.loads((tmp_path / "bench.json").read_text())["rows"]] == ["a", "b"]
+
+
+def test_routers_side_by_side() -> None:
+    rows = [
+        {"bench": "bench_peers", **made("CPU a request, 4k", 500.0, "us", "Envoy", 250.0)},
+        {"bench": "bench_peers", **made("added p99, paced, 4k", 3.0, "ms", "Envoy", -0.5)},
+        {"bench": "bench_peers", **made("CPU a request, without Envoy's, 4k", 1.0, "us", "Envoy", 1.0)},
+    ]
+    assert routers(rows) == {
+        "4k": [
+            ["Envoy", "250", "4000", "", "", "", "-0.5"],
+            ["Envoy + kvcar", "500", "2000", "", "", "", "3.0"],
+        ]
+    }
 
 
 def test_committed_reference() -> None:

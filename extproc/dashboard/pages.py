@@ -66,7 +66,7 @@ class Dashboard:
         self._explainer = Explainer(
             lambda: source.pools, clock=time.monotonic, routes=routes, max_body_bytes=max_body_bytes
         )
-        self.history = History(time.monotonic())
+        self.history = History(0.0)  # ticks of the machine's clock: the same in each of several workers
 
     def endpoints(self) -> list[Endpoint]:
         ask = {"description": f"token ids shown, at most {MAX_TOKENS}", "type": "integer", "default": DEFAULT_TOKENS}

@@ -1,6 +1,7 @@
 """The admin port of several workers: asks theirs, over a Unix socket each, and answers as one.
 
 GET /readyz /metrics /status /streams /decisions   all are asked, merged (merge.py, families.py)
+the dashboard's overview                           the same (overview.py); one decision: the worker that made it
 what changes something (ALL)                       goes to all; kept for a worker that starts later (`Memory`)
 everything else                                    one of them answers, the first that is ready: all know the same
 
@@ -25,6 +26,7 @@ from extproc.admin.reply import reply
 from extproc.admin.server import MAX_BODY, REMOTE_HEADER
 from extproc.workers import merge
 from extproc.workers.families import Pages, process_page, render, worker_families
+from extproc.workers.overview import LOOK_BACK, decision_of, overview
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +112,7 @@ class Front:
         merged: dict[str, Handler] = {
             "/healthz": self._healthz, "/readyz": self._readyz, "/metrics": self._metrics,
             "/status": self._status, "/streams": self._streams, "/decisions": self._decisions,
+            "/v1/internal/overview": self._overview, "/v1/internal/decision": self._decision,
         }  # fmt: skip
 
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -230,6 +233,31 @@ class Front:
 
         return await self._merged(request, join)
 
+    async def _overview(self, request: web.Request) -> web.StreamResponse:
+        since = _number(request, "since")
+        if since is not None:
+            request = _asking(request, since=str(max(-1, since - LOOK_BACK)))
+
+        def join(found: list[Answer]) -> Any:
+            return overview({one.worker: one.json() for one in found}, self._crew.total, -1 if since is None else since)
+
+        return await self._merged(request, join)
+
+    async def _decision(self, request: web.Request) -> web.StreamResponse:
+        number = _number(request, "number")
+        if number is None:
+            return await self._forward(request)  # any of them refuses it
+        worker, own = decision_of(number, self._crew.total)
+        session = self._crew.sessions().get(worker)
+        if session is None:
+            return reply({"error": f"worker {worker}, which made this decision, does not run"}, 404)
+        answer = await self._ask(worker, session, _asking(request, number=str(own)), None)
+        if not answer.status:
+            return reply({"error": f"worker {worker} did not answer: {answer.body.decode()}"}, 503)
+        return (
+            reply({**answer.json(), "number": number, "worker": worker}) if answer.status == 200 else _response(answer)
+        )
+
     async def _act(self, request: web.Request) -> web.StreamResponse:
         data = await request.read()
         found = await self._all(request, data)
@@ -267,6 +295,16 @@ class Front:
                 await response.write_eof()
                 return response
         raise web.HTTPServiceUnavailable(reason="no worker answers")
+
+
+def _number(request: web.Request, name: str) -> int | None:
+    """Of the query; None without one, and for what is none (a worker says so)."""
+    text = request.query.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 15 else None
+
+
+def _asking(request: web.Request, **query: str) -> web.Request:
+    return request.clone(rel_url=request.rel_url.update_query(query))
 
 
 def _query(request: web.Request) -> str:

@@ -84,20 +84,27 @@ def _pool(found: Sequence[Row]) -> Json:
         for one in pool["instances"]:
             instances.setdefault(one["name"], []).append(one)
     return {
+        **pool_facts(found),
+        "instances": [{**rows[0], **instance_facts(rows)} for rows in instances.values()],
+        "streams": streams([pool["streams"] for pool in found]),
+    }
+
+
+def pool_facts(found: Sequence[Row]) -> Json:
+    """Without its instances and streams."""
+    return {
         **found[0],
         "tokenizer_loaded": all(pool["tokenizer_loaded"] for pool in found),
         "speculative_blocks": sum(pool["speculative_blocks"] for pool in found),
         "self_verification": _verification([pool["self_verification"] for pool in found]),
-        "instances": [
-            {
-                **rows[0],
-                # one worker may have found out by itself that it does not answer
-                "state": next((row["state"] for row in rows if row["state"] != "active"), "active"),
-                "in_flight": sum(row["in_flight"] for row in rows),
-            }
-            for rows in instances.values()
-        ],
-        "streams": streams([pool["streams"] for pool in found]),
+    }
+
+
+def instance_facts(rows: Sequence[Row]) -> Json:
+    return {
+        # one worker may have found out by itself that it does not answer
+        "state": next((row["state"] for row in rows if row["state"] != "active"), "active"),
+        "in_flight": sum(row["in_flight"] for row in rows),
     }
 
 

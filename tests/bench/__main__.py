@@ -103,6 +103,7 @@ def main(given: Sequence[str] | None = None) -> int:
         [*(row for row in kept if row.get("bench") not in names), *rows],
         key=lambda row: list(BENCHES).index(row["bench"]) if row["bench"] in BENCHES else len(BENCHES),
     ))  # fmt: skip
+    report.write_json(found, options.out)  # first of all: what follows may be wanted, this took minutes
     drawn = plots.draw(found, options.out)
     report.write(found, options.out, drawn)
     console = Console(width=160)

@@ -97,7 +97,7 @@ def _peers(rows: Sequence[Row]) -> Any:
 
 
 def _events(rows: Sequence[Row]) -> Any:
-    found = [row for row in rows if row.get("bench") == "bench_beside"]
+    found = [row for row in rows if row["name"].startswith("request p")]
     if not found:
         return None
     figure, ((axes,),) = _figure(1, 2.4)

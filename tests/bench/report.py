@@ -79,19 +79,16 @@ def routers(rows: Sequence[Row]) -> dict[str, list[list[str]]]:
             sides = values.setdefault(size, {})
             sides.setdefault(row["peer"], {})[what] = row["peer_value"]
             sides.setdefault("Envoy + kvcar", {})[what] = row["ours"]
-    out = {}
-    for size, sides in values.items():
-        ordered = sorted(sides.items(), key=lambda one: one[1].get(CPU, 0.0))
-        out[size] = [
-            [
-                name,
-                f"{found[CPU]:.0f}",
-                f"{1e6 / found[CPU]:.0f}",
-                *(f"{found.get(what, 0):.1f}" for what in FIGURES[1:]),
-            ]
-            for name, found in ordered
-        ]
-    return out
+    return {size: [_router(name, found) for name, found in _cheapest_first(sides)] for size, sides in values.items()}
+
+
+def _cheapest_first(sides: dict[str, dict[str, float]]) -> list[tuple[str, dict[str, float]]]:
+    return sorted(sides.items(), key=lambda one: one[1][CPU])
+
+
+def _router(name: str, found: dict[str, float]) -> list[str]:
+    added = [f"{found[what]:.1f}" if what in found else "" for what in FIGURES[1:]]
+    return [name, f"{found[CPU]:.0f}", f"{1e6 / found[CPU]:.0f}", *added]
 
 
 def side_by_side(rows: Sequence[Row]) -> list[Table]:

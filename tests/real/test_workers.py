@@ -97,6 +97,16 @@ def test_both_serve_and_the_admin_port_speaks_for_both(stack: Stack) -> None:
         found = stack.kvcar.get(f"/decisions?request_id={row['request_id']}")["decisions"]
         assert [one["worker"] for one in found] == [row["worker"]]
 
+    # the dashboard is of both
+    page = stack.kvcar.get("/v1/internal/overview")
+    assert page["decisions_seen"] >= len(decisions)
+    assert {row["worker"] for row in page["decisions"]} == {0, 1}
+    for row in page["decisions"][:4]:
+        one = stack.kvcar.get(f"/v1/internal/decision?number={row['number']}")
+        assert (one["request_id"], one["worker"]) == (row["request_id"], row["worker"])
+    assert http_get(f"http://{stack.kvcar.admin}/v1/internal/overview?since=x")[0] == 400
+    assert http_get(f"http://{stack.kvcar.admin}/v1/internal/decision?number=999999")[0] == 404
+
     # one prefix, known to both workers whichever has routed it
     async def turns() -> list[Any]:
         async with Client(stack.url) as client:
