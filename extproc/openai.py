@@ -103,6 +103,10 @@ class Body:
     size: int = 0
 
 
+MAX_OPENED = 500_000
+"""Objects and lists of a body, those in its texts included: ten million of them take seconds and a gigabyte to read."""
+
+
 def parse_body(
     path: str,
     headers: Mapping[str, str],
@@ -124,6 +128,8 @@ def parse_body(
         return Unscored(Reason.NO_BODY)
     if len(body) > max_bytes:
         return Unscored(Reason.TOO_LARGE, f"{len(body)} bytes, limit {max_bytes}")
+    if len(body) > MAX_OPENED and body.count(b"{") + body.count(b"[") > MAX_OPENED:
+        return Unscored(Reason.TOO_LARGE, f"more than {MAX_OPENED} braces and brackets")
     try:
         fields = _load(body)
     except (ValueError, RecursionError, MemoryError):

@@ -65,6 +65,15 @@ async def test_nested(place: str, depth: int) -> None:
         assert depth < 1_100 or place == "arguments"
 
 
+@pytest.mark.parametrize("opened", ["{}", "[]", '{"":[]}', "[[]]"])
+async def test_more_objects_than_any_prompt_has(opened: str) -> None:
+    """They would take a hundred times the memory of the body, and seconds."""
+    count = 500_001 // (opened.count("{") + opened.count("["))
+    found = await outcome(f'{{"messages": [{f"{opened}," * count}{{}}]}}'.encode())
+    assert isinstance(found, Unscored)
+    assert (found.reason, found.detail) == (Reason.TOO_LARGE, "more than 500000 braces and brackets")
+
+
 @pytest.mark.parametrize(
     "body",
     [
