@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.bench import bench_ingest, check, plots
+from tests.bench import check, plots
 from tests.bench.__main__ import main
 from tests.bench.goals import GOALS, reached
 from tests.bench.report import make, markdown, routers
@@ -105,12 +107,13 @@ def test_a_benchmark_that_fails_stops_no_other(tmp_path: Path, monkeypatch: pyte
         raise RuntimeError("no peer answers")
 
     monkeypatch.setattr(plots, "draw", lambda *_: [])
-    monkeypatch.setattr(bench_ingest, "run", fail)
+    bench = SimpleNamespace(run=fail)
+    monkeypatch.setitem(sys.modules, "tests.bench.bench_ingest", bench)
     assert main(["--only", "bench_ingest", "--out", str(tmp_path)]) == 1
     found = json.loads((tmp_path / "bench.json").read_text())
     assert [one["name"] for one in found["rows"]] == ["a"], "the rows of before stay"
     assert len(found["goals"]) == len(GOALS)
-    monkeypatch.setattr(bench_ingest, "run", lambda: [made("b", 1.0, "us", "other", 2.0)])
+    bench.run = lambda: [made("b", 1.0, "us", "other", 2.0)]
     assert main(["--only", "bench_ingest", "--out", str(tmp_path)]) == 0
     assert [one["name"] for one in json.loads((tmp_path / "bench.json").read_text())["rows"]] == ["a", "b"]
 

@@ -107,7 +107,9 @@ def main(given: Sequence[str] | None = None) -> int:
     drawn = plots.draw(found, options.out)
     report.write(found, options.out, drawn)
     console = Console(width=160)
-    console.print(report.row_table(rows), *report.side_by_side(rows), report.goal_table(found))
+    if options.only:  # a hundred lines and more of a whole run are better read in bench.md
+        console.print(report.row_table(rows))
+    console.print(*report.side_by_side(rows), report.goal_table(found))
     console.print(f"wrote {', '.join(('bench.json', 'bench.md', *drawn))}")
     if failed:
         console.print(f"failed, see above: {', '.join(failed)}", style="red")

@@ -33,11 +33,11 @@ from kvindex import Directory, EventTransport, Instance, StreamEndpoint
 from kvindex.fleet import Instance as Fleeted
 from tests.bench.bench_extproc import ROOT
 from tests.bench.chats import BLOCK, MODEL, PATH, Chats, stored
+from tests.bench.publish_events import EVENT
 from tests.bench.rows import Row, log, row, told
 from tests.real.publisher import Publisher
 
 RATE = 100.0  # at most
-EVENT = 16  # blocks an event of publish_events
 LOADS: dict[str, list[str]] = {
     "no events": [],
     "50k blocks/s": ["50000"],

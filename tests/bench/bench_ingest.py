@@ -12,52 +12,18 @@ import argparse
 import importlib.util
 import json
 import os
-import random
 import statistics
 import struct
 import subprocess
 import sys
-import time
-from typing import Any
 
-import msgpack
 import zmq
 
 from tests.bench.bench_extproc import ROOT
-from tests.bench.chats import BLOCK
+from tests.bench.publish_events import EVENT, Batch
 from tests.bench.rows import Row, log, row, told
 
 PUBLISHERS = 4
-EVENT = 16
-CHAIN = 32  # events of a chain
-
-
-class Batch:
-    """Payloads of a publisher, with the tokens of the first and the last chain."""
-
-    def __init__(self, blocks: int, events: int, seed: int) -> None:
-        rng = random.Random(seed)
-        self.payloads: list[bytes] = []
-        pending: list[Any] = []
-        parent: int | None = None
-        chain: list[int] = []
-        self.first: list[int] = []
-        total = max(1, blocks // (EVENT * CHAIN)) * CHAIN
-        for number in range(total):
-            if number % CHAIN == 0:
-                parent, chain = None, []
-            tokens = rng.choices(range(150_000), k=EVENT * BLOCK)
-            hashes = [rng.getrandbits(63) for _ in range(EVENT)]
-            pending.append(["BlockStored", hashes, parent, tokens, BLOCK, None, "GPU", None, None, 0, "full_attention",
-                            None])  # fmt: skip
-            parent = hashes[-1]
-            chain += tokens
-            self.first = self.first or list(tokens)
-            if len(pending) == events or number == total - 1:
-                self.payloads.append(msgpack.packb([time.time(), pending, 0]))
-                pending = []
-        self.last = chain
-        self.blocks = total * EVENT
 
 
 def ingest(kind: str, batches: list[Batch], threads: int = 1) -> tuple[float, float]:

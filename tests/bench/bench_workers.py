@@ -31,10 +31,10 @@ from examples.local.processes import KvcarProcess
 from kvindex.index import PrefixIndex, StreamView, Walk
 from tests.bench.bench_extproc import Server
 from tests.bench.bench_index import BLOCK, DIALECT, EVENT, chain, message, stored
-from tests.bench.bench_ingest import Batch
 from tests.bench.bench_peers import ENGINES, caught_up, engines, envoy, kvcar, publish, served
 from tests.bench.chats import PATH, Chats
 from tests.bench.load_http import closed
+from tests.bench.publish_events import Batch
 from tests.bench.rows import Row, log, row, told
 from tests.real.publisher import Publisher
 

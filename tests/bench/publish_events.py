@@ -10,21 +10,52 @@ messages of 8 MiB in between: one batch of some 6,000 stored events, and next ti
 from __future__ import annotations
 
 import argparse
+import random
 import select
 import struct
 import sys
 import time
 from itertools import cycle
+from typing import Any
 
 import msgpack
 import zmq
 
-from tests.bench.bench_ingest import Batch
-
+BLOCK = 16
+EVENT = 16  # blocks
+CHAIN = 32  # events of a chain
 PER_MESSAGE = 8
 RING = 128
 """Messages stored before they are removed again."""
 SNAPSHOT_BYTES = 8 << 20
+
+
+class Batch:
+    """Payloads of a publisher, with the tokens of the first and the last chain."""
+
+    def __init__(self, blocks: int, events: int, seed: int) -> None:
+        rng = random.Random(seed)
+        self.payloads: list[bytes] = []
+        pending: list[Any] = []
+        parent: int | None = None
+        chain: list[int] = []
+        self.first: list[int] = []
+        total = max(1, blocks // (EVENT * CHAIN)) * CHAIN
+        for number in range(total):
+            if number % CHAIN == 0:
+                parent, chain = None, []
+            tokens = rng.choices(range(150_000), k=EVENT * BLOCK)
+            hashes = [rng.getrandbits(63) for _ in range(EVENT)]
+            pending.append(["BlockStored", hashes, parent, tokens, BLOCK, None, "GPU", None, None, 0, "full_attention",
+                            None])  # fmt: skip
+            parent = hashes[-1]
+            chain += tokens
+            self.first = self.first or list(tokens)
+            if len(pending) == events or number == total - 1:
+                self.payloads.append(msgpack.packb([time.time(), pending, 0]))
+                pending = []
+        self.last = chain
+        self.blocks = total * EVENT
 
 
 def removal(payload: bytes) -> bytes:
@@ -38,7 +69,7 @@ def main() -> None:
     arguments.add_argument("rate", type=float)
     arguments.add_argument("--snapshots", type=float, default=0.0)
     given = arguments.parse_args()
-    blocks = PER_MESSAGE * 16
+    blocks = PER_MESSAGE * EVENT
     stored = Batch(RING * blocks, PER_MESSAGE, 3).payloads
     messages = cycle([*stored, *(removal(one) for one in reversed(stored))])
     large: list[bytes] = []

@@ -101,7 +101,7 @@ def side_by_side(rows: Sequence[Row]) -> list[Table]:
 
 
 def goal_table(report: Report) -> Table:
-    table = Table("goal", "ratio", "reach", "aim", "ok", title="Goals")
+    table = Table("goal", "ratio", "reach", "aim", "ok", title="Goals: less is better")
     for one in report["goals"]:
         style = {True: "green", False: "red", None: "dim"}[one["ok"]]
         table.add_row(one["goal"], *(cell(one[key]) for key in ("ratio", "reach", "aim")), word(one["ok"]), style=style)
