@@ -48,6 +48,24 @@ def test_every_option_has_help() -> None:
                 assert parameter.help, f"{name} --{parameter.name}"
 
 
+def test_tests_that_the_threat_model_names() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs/threat-model.md").read_text("utf-8"))
+    assert len(named) > 60
+    for path, name in named:
+        assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text("utf-8"), re.MULTILINE), f"{path}::{name}"
+
+
+def test_every_claim_of_the_threat_model_names_a_test() -> None:
+    claims = False
+    for line in (ROOT / "docs/threat-model.md").read_text("utf-8").splitlines():
+        if not line.startswith("|"):
+            claims = False
+        elif line.endswith("| shown by |"):
+            claims = True
+        elif claims and not line.startswith("|---"):
+            assert "::test_" in line.split("|")[3], line
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     for page in [
         *ROOT.glob("*.md"),

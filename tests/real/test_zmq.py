@@ -257,6 +257,30 @@ def test_burst_is_read_to_its_end(transport: EventTransport) -> None:
         pool.until_blocks(300)
 
 
+def test_a_flood_does_not_hold_up_the_others(transport: EventTransport) -> None:
+    """Streams take turns of a bounded number of messages: the other one is not behind all of the flood."""
+    stalled, go_on = threading.Event(), threading.Event()
+
+    def stall() -> None:
+        stalled.set()
+        go_on.wait(20)
+
+    count = 2_000
+    with Publisher(replay=None) as flood, Publisher(replay=None) as other:
+        pool = Pool(transport, flood, other)
+        pool.until_subscribed()
+        transport.post(stall)
+        assert stalled.wait(10)
+        for number in range(count):
+            flood.publish(chain(0, 40, prompt=number % 50))
+        other.publish(chain(0, 2))
+        go_on.set()
+        pool.until_blocks(2, number=1)
+        behind = pool.report()
+        assert behind.sequence is None or behind.sequence < count - 1
+        pool.until(lambda one: one.sequence == count - 1, what="the flood itself")
+
+
 def test_oversize_message_costs_its_stream_alone_and_no_connection(transport: EventTransport) -> None:
     with Publisher(replay=None) as publisher, Publisher(replay=None) as other:
         pool = Pool(transport, publisher, other, limits=replace(LIMITS, max_message_bytes=64 << 10))
