@@ -19,8 +19,8 @@ class TransportOptions:
     receive_hwm           messages queued for us per stream before the engine has to keep (and then drop) them: its own
                           queue holds 100,000, ours only adds to what one engine can make us hold
     replay_hwm            the same per replay attempt: high, because a ROUTER drops what its reader does not take
-    max_frame_bytes       a larger frame ends the connection before it is taken in; far above SyncLimits.max_message_bytes,
-                          which drops a message and keeps the connection
+    max_frame_bytes       a larger frame ends the connection before it is taken in; far above the max_message_bytes of
+                          SyncLimits, which drops a message and keeps the connection
     reconnect_initial     wait before reconnecting, doubled up to reconnect_max (AIBrix: 1 s to 30 s)
     heartbeat_interval    ZMTP ping, answered by the engine's I/O thread; 0 = off
     heartbeat_timeout     silence after a ping that ends the connection; also the limit for a handshake
