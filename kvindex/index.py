@@ -379,9 +379,9 @@ class StreamView:
         if self.closed:
             self._usable()
         if isinstance(event, BlockStored):
-            hashes, _, tokens, size, *_ = event
+            index = self._index
+            hashes, _, tokens, size = event[:4]
             if tokens:
-                index = self._index
                 fits = len(tokens) == 4 * size * len(hashes)
                 if size != index.block_size:
                     if index.block_size is not None or size < 1:
@@ -395,7 +395,7 @@ class StreamView:
             outcome = self._content.store(event)
             if tokens and self._pupils and event.root != HASHED:  # others may know the tokens themselves
                 self._explain(hashes)
-            if tokens and self._index.names is not None:
+            if tokens and index.names is not None:
                 self._name(event)
             return outcome
         if isinstance(event, BlockRemoved):

@@ -11,6 +11,7 @@ def prove(content: Content, bits: dict[int, int]) -> None:
     holders: dict[int, int] = {}
     known = unmapped = 0
     assert len(content.shards) == len(content.odd) == content._mask + 1
+    assert content.copied == sum(map(len, content.odd)), "the count of odd ones is off"
     for number in range(len(content.shards)):
         assert content.odd[number].keys() <= content.shards[number].keys(), "copies of an unknown hash"
         assert content.home_unit not in content.odd[number].values(), "one copy at home is written down"

@@ -227,7 +227,7 @@ class Windows:
 
     def feed(self, payload: bytes) -> None:
         try:
-            for raw in open_batch(payload).events:
+            for raw in open_batch(payload)[0]:
                 if isinstance(raw, list):
                     raw = dict(zip(_STORED if raw[:1] == ["BlockStored"] else _REMOVED, raw, strict=False))
                 if isinstance(raw, dict):

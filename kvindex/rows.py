@@ -49,7 +49,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from itertools import chain, groupby
-from typing import Any, Final
+from typing import Final
 
 _SPLIT: Final = 2_048  # entries of `heads` that stay in one dict: cutting them takes 0.3 ms, once
 _PARTS: Final = 256
@@ -61,7 +61,6 @@ _GROWTH: Final = 256
 _SPARE: Final = 4_096
 _INTERNED: Final = 4_096  # dropped whole
 _PACED: Final = 64
-_contains: Any = dict.__contains__
 
 Run = tuple[int, int]
 """(mask, number of consecutive blocks that have it)"""
@@ -214,13 +213,13 @@ class Rows:
         if len(heads) == 1:
             if not heads[0].keys().isdisjoint(keys):
                 return False
-        elif any(map(_contains, map(heads.__getitem__, b"".join(keys)[::16]), keys)):
+        elif [True for key in keys if key in heads[key[0]]]:
             return False
         count = len(rows)
         self.epoch += 1
         del self.free[-count:]
         first = rows[0]
-        if rows == list(range(first, first + count)):
+        if rows[-1] - first == count - 1 and rows == sorted(rows):  # free rows are distinct: neighbours
             after[first : first + count] = [*rows[1:], 0]
             masks[first : first + count] = [bit] * count
             column[first : first + count] = keys

@@ -5,19 +5,14 @@ One C call on a large dict holds the GIL all along: a resize at 262,144 entries 
 
 from __future__ import annotations
 
-import sys
-from array import array
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Generic, TypeVar, cast
+from typing import Any, Final, Generic, TypeVar
 
 from kvindex.events import EngineHash
 
-CUT: Final = {mask: bytes(byte & mask for byte in range(256)) for mask in (1, 3, 7, 15, 31, 63, 127, 255)}
-"""`bytes.translate` tables: lowest bytes -> shard numbers, for so many shards less one."""
 WHOLE: Final = 2_048
 """Entries that a dict of `Parts` keeps uncut: cutting them takes about 0.3 ms, once."""
 
-_LOW_BYTE: Final = slice(0 if sys.byteorder == "little" else 7, None, 8)
 _SMALL: Final = 1_024  # entries of a dict that is dropped whole, in 0.1 ms
 _PACED: Final = 64
 
@@ -29,14 +24,6 @@ def low_byte(hash_: EngineHash) -> int:
     if isinstance(hash_, int):
         return hash_ & 255
     return hash_[-1] if hash_ else 0
-
-
-def low_bytes(hashes: list[EngineHash]) -> bytes:
-    """Of several, about 30 ns each where all are ints of 64 bits."""
-    try:
-        return array("Q", cast(list[int], hashes)).tobytes()[_LOW_BYTE]
-    except (TypeError, OverflowError):
-        return bytes(map(low_byte, hashes))
 
 
 def drain(table: dict[Any, Any], pace: Callable[[], None]) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from kvindex.dialects.base import Decoder, DialectOptions
-from kvindex.dialects.fields import Malformed, Miscounted, Unusable, clip, hash_from_text, hashes_of, tier_of, typename
+from kvindex.dialects.base import NOT_TAKEN, Decoder, DialectOptions, skipped
+from kvindex.dialects.fields import Malformed, Unusable, clip, hash_from_text, hashes_of, tier_of, typename
 from kvindex.dialects.objects import EVERY_TIER, Objects
-from kvindex.events import Batch, BlockRemoved, BlockStored, EngineHash, Event, Pooled, Skipped, Tier
+from kvindex.events import Batch, BlockRemoved, BlockStored, EngineHash, Event, Pooled, Tier
 
 NAMES = {
     "stored": "stored",
@@ -37,12 +37,8 @@ class Rfc1527:
             if kind == "cleared":
                 return Pooled(_owner(raw))
             return self._stored(raw) if kind == "stored" else self._removed(raw)
-        except Miscounted as error:
-            return Skipped("attention_kind", str(error), True, True)
-        except Malformed as error:
-            return Skipped("malformed", str(error), True)
-        except Unusable as error:
-            return Skipped(error.reason, str(error))
+        except NOT_TAKEN as error:
+            return skipped(error)
 
     def _stored(self, raw: dict[Any, Any]) -> Event:
         get = raw.get

@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 from array import array
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgpack
 
@@ -37,12 +37,9 @@ TIME_KEYS = ("ts", "timestamp", "timestamp_ms")
 LONG = object()
 
 
-class RawBatch(NamedTuple):
-    """events: a list, or a lazy iterator that may raise DecodeError for what is wrong inside one event."""
-
-    events: list[Any] | Iterator[Any]
-    dp_rank: int | None
-    timestamp: float | None
+RawBatch = tuple[list[Any] | Iterator[Any], int | None, float | None]
+"""(events, dp_rank, timestamp). events: a list, or a lazy iterator that may raise DecodeError for what is wrong inside
+one event."""
 
 
 def unpack(data: bytes | memoryview) -> Any:
@@ -67,15 +64,13 @@ def open_batch(payload: bytes, *, single: bool = False, pace: Callable[[], None]
     if value.__class__ is list:
         if not 2 <= len(value) <= 3:
             raise DecodeError(f"batch is an array of {len(value)}, not of 2 or 3")
-        return RawBatch(_listed(value[1]), _rank(value[2]) if len(value) == 3 else None, _timestamp(value[0]))
+        return _listed(value[1]), rank_of(value[2]) if len(value) == 3 else None, seconds_of(value[0])
     if value.__class__ is dict:
         if "events" not in value:
             if single and value:
-                return RawBatch([value], None, None)
+                return [value], None, None
             raise DecodeError("batch is a map without events")
-        return RawBatch(
-            _listed(value["events"]), _rank(_any_of(value, RANK_KEYS)), _timestamp(_any_of(value, TIME_KEYS))
-        )
+        return _listed(value["events"]), rank_of(_any_of(value, RANK_KEYS)), seconds_of(_any_of(value, TIME_KEYS))
     raise DecodeError(f"batch is {type(value).__name__}, not an array or a map")
 
 
@@ -115,7 +110,7 @@ def _open_large(payload: bytes, single: bool, pace: Callable[[], None] | None) -
         if not single:
             raise DecodeError("batch is a map without events")
         bounds = array("I", (0, len(payload)))
-    return RawBatch(_lazily(view, bounds, pace), _rank(rank), _timestamp(timestamp))
+    return _lazily(view, bounds, pace), rank_of(rank), seconds_of(timestamp)
 
 
 class _Scan:
@@ -203,7 +198,7 @@ def _listed(value: Any) -> list[Any]:
     raise DecodeError(f"events is {'nil' if value is None else type(value).__name__}, not a list")
 
 
-def _rank(value: Any) -> int | None:
+def rank_of(value: Any) -> int | None:
     if value is None:
         return None
     if value.__class__ is int and value >= 0:
@@ -211,12 +206,12 @@ def _rank(value: Any) -> int | None:
     raise DecodeError(f"data-parallel rank is {type(value).__name__}, not a number")
 
 
-def _timestamp(value: Any) -> float | None:
+def seconds_of(value: Any) -> float | None:
     """Seconds, or milliseconds (an int, as pools write it) made seconds; None for anything unusable."""
+    if value.__class__ is float:
+        return value if 0 <= value < 1e12 else None
     if value.__class__ is int:
         return value / 1000 if 10**11 < value < 10**15 else float(value) if 0 <= value <= 10**11 else None
-    if value.__class__ is float and 0 <= value < 1e12:
-        return value
     return None
 
 
