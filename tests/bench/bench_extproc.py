@@ -45,7 +45,11 @@ class Server:
         self._command = [sys.executable, "-m", module, *arguments]
 
     def __enter__(self) -> Server:
-        self._process = subprocess.Popen(self._command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # gRPC as it comes: kvcar sets this for itself (extproc/__init__.py), and a peer must not inherit it
+        env = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
+        self._process = subprocess.Popen(
+            self._command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
+        )
         assert self._process.stdout is not None
         self.port = int(self._process.stdout.readline())
         return self
