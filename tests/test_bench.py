@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from subprocess import CalledProcessError
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,6 +90,23 @@ def test_check_and_reference_from_end_to_end(
     assert json.loads(check.REFERENCE.read_text()) == {"a [RadixTree]": {"ratio": 1.05, "spread": 1.1}}
     assert main(["--check", "--only", "bench_index"]) == status
     assert f"1 rows, {status} worse" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("failures", "status"), [(1, 0), (2, 1)])
+def test_a_benchmark_that_fails_is_tried_once_more(
+    failures: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = [True] * failures
+
+    def run(name: str) -> list[dict[str, Any]]:
+        if name == "bench_envoy" and left and left.pop():
+            raise CalledProcessError(1, name)
+        return [row(name, 1.0)]
+
+    monkeypatch.setattr(check, "run_alone", run)
+    monkeypatch.setattr(check, "REFERENCE", tmp_path / "reference.json")
+    assert check.check(["bench_envoy", "bench_index"], 1) == status
+    assert ("could not run: bench_envoy" in capsys.readouterr().out) == bool(status)
 
 
 def test_a_whole_reference_forgets_rows_that_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from examples.emulator.process import EmulatorProcess
-from examples.local.processes import EnvoyProcess, KvcarProcess, NotReady, free_port, free_ports, unbroken, wait_for
+from examples.local.processes import EnvoyProcess, KvcarProcess, NotReady, free_ports, unbroken, wait_for
 from extproc.envoy_config import EnvoyOptions
 
 HERE = Path(__file__).parent
@@ -108,9 +108,9 @@ class Stack:
         """Until requests are routed by what the engines hold. Raises NotReady or StartFailed."""
         self._start_engines(self.engines)
         # Envoy is told kvcar's port before kvcar has bound it, and finds it there again after a restart of kvcar.
-        firsts = [free_ports(self._workers) for _ in range(self._count)]
+        firsts = [free_ports(self._workers + 1) for _ in range(self._count)]
         ports = [f"127.0.0.1:{first}" for first in firsts]
-        admins = [f"127.0.0.1:{free_port()}" for _ in ports]
+        admins = [f"127.0.0.1:{first + self._workers}" for first in firsts]  # the system may name one port twice
         for number, (ext_proc, admin) in enumerate(zip(ports, admins, strict=True)):
             config = kvcar_config(self.engines, ext_proc=ext_proc, admin=admin, scorer=self._scorer, **self._config)
             if self._workers > 1:

@@ -68,20 +68,33 @@ def compare(ratios: Ratios, reference: Reference) -> list[Worse]:
     return sorted(found, key=lambda one: one.reference / one.ratio)
 
 
-def collect(names: Sequence[str], times: int) -> Ratios:
-    """The ratios of every row, run by run. Raises CalledProcessError for a benchmark that fails."""
+def collect(names: Sequence[str], times: int) -> tuple[Ratios, list[str]]:
+    """(the ratios of every row, run by run; benchmarks that could not run). One that fails is tried once more."""
     ratios: Ratios = {}
+    failed = []
     for turn in range(times):
         for name in names:
             log.info("run %d of %d: %s", turn + 1, times, name)
-            for row in run_alone(name):
+            try:
+                rows = run_alone(name)
+            except subprocess.CalledProcessError:
+                log.warning("%s failed, once more", name)
+                try:
+                    rows = run_alone(name)
+                except subprocess.CalledProcessError:
+                    failed.append(name)
+                    continue
+            for row in rows:
                 if row.get("ratio") is not None:
                     ratios.setdefault(f"{row['name']} [{row.get('peer')}]", []).append(row["ratio"])
-    return ratios
+    return ratios, failed
 
 
 def run_alone(name: str) -> list[Row]:
-    """The rows of one benchmark, run in a process of its own: nothing left of the one before."""
+    """The rows of one benchmark, run in a process of its own: nothing left of the one before.
+
+    Raises CalledProcessError when it fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tests.bench", "--only", name, "--out", folder, "--rows-only"]
         subprocess.run(command, check=True)
@@ -90,12 +103,13 @@ def run_alone(name: str) -> list[Row]:
 
 
 def write_reference(names: Sequence[str], times: int, *, keep: bool) -> int:
-    """With `keep` the rows that these benchmarks do not have stay as they are."""
-    found = summary(collect(names, times))
-    merged = dict(sorted({**(read_reference() if keep else {}), **found}.items()))
+    """With `keep` the rows that these benchmarks do not have stay as they are. Exit status: 1 when one did not run."""
+    ratios, failed = collect(names, times)
+    found = summary(ratios)
+    merged = dict(sorted({**(read_reference() if keep or failed else {}), **found}.items()))
     REFERENCE.write_text(json.dumps(merged, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"{len(found)} rows of {len(merged)} written to {REFERENCE.name}")
-    return 0
+    return _told(failed)
 
 
 def read_reference() -> dict[str, dict[str, float]]:
@@ -105,12 +119,18 @@ def read_reference() -> dict[str, dict[str, float]]:
 
 
 def check(names: Sequence[str], times: int) -> int:
-    """Exit status: 1 when a row got worse."""
-    ratios, reference = collect(names, times), read_reference()
+    """Exit status: 1 when a row got worse, or a benchmark could not run."""
+    (ratios, failed), reference = collect(names, times), read_reference()
     for row in sorted(ratios.keys() - reference.keys()):
         print(f"no reference: {row}")
     worse = compare(ratios, reference)
     for one in worse:
         print(one)
     print(f"{len(ratios)} rows, {len(worse)} worse than {REFERENCE.name} by more than noise")
-    return 1 if worse else 0
+    return _told(failed) or int(bool(worse))
+
+
+def _told(failed: Sequence[str]) -> int:
+    for name in failed:
+        print(f"could not run: {name}")
+    return int(bool(failed))
