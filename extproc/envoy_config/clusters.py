@@ -111,7 +111,7 @@ def ext_proc_cluster(options: EnvoyOptions) -> cluster.Cluster:
         name=EXT_PROC,
         type=_discovery(options.ext_proc),
         connect_timeout=seconds(0.25),
-        circuit_breakers=_breakers(options.max_requests),
+        circuit_breakers=_breakers(options.max_requests, max_retries=100),
         common_lb_config=cluster.ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0)),
         health_checks=[_health_check(1, grpc=core.HealthCheckGrpcHealthCheck(service_name=EXT_PROC_SERVICE))],
         typed_extension_protocol_options=_http2(
@@ -184,7 +184,7 @@ def _policy(name: str, config: Message) -> cluster.LoadBalancingPolicy:
     return cluster.LoadBalancingPolicy(policies=[cluster.LoadBalancingPolicyPolicy(typed_extension_config=extension)])
 
 
-def _breakers(max_requests: int, *, max_retries: int | None = None) -> cluster.CircuitBreakers:
+def _breakers(max_requests: int, *, max_retries: int) -> cluster.CircuitBreakers:
     return cluster.CircuitBreakers(
         thresholds=[
             cluster.CircuitBreakersThresholds(

@@ -205,6 +205,11 @@ COMMENTS: Comments = {
         "response_trailer_mode",
     ): "holds the gRPC stream to the end of the response",
     ("metadata_options", "receiving_namespaces"): "without it the decision is ignored, silently",
+    (
+        "grpc_service",
+        "retry_policy",
+        "retry_back_off",
+    ): "Envoy's default of 1 s would delay requests when kvcar has gone",
     ("forward_rules",): "secrets never reach kvcar",
     ("mutation_rules",): "kvcar can write its own headers and nothing else",
     ("circuit_breakers",): "requests in flight: the default of 1024 would be the ceiling",

@@ -78,10 +78,21 @@ def echo_upstream(*, status: int = 200) -> Iterator[EchoUpstream]:
             self._reply(200, b"ok")
 
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            body = self._chunks() if "transfer-encoding" in self.headers else self._rest()
             headers = {name.lower(): value for name, value in self.headers.items()}
             requests.append({"path": self.path, "headers": headers, "bytes": len(body)})
             self._reply(status, json.dumps({"served_by": self.server.server_address[1]}).encode())
+
+        def _rest(self) -> bytes:
+            return self.rfile.read(int(self.headers.get("content-length", 0)))
+
+        def _chunks(self) -> bytes:
+            parts = []
+            while size := int(self.rfile.readline(), 16):
+                parts.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(parts)
 
         def _reply(self, code: int, body: bytes) -> None:
             self.send_response(code)

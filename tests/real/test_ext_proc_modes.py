@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import grpc
 import pytest
 from aiohttp import web
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from extproc import wire
 from extproc.envoy_config import BodyMode, EnvoyOptions
 from extproc.messages import HttpRequest, Outcome, refusal
 from extproc.server import ExtProcServer, ServerOptions
@@ -21,7 +24,7 @@ from extproc.session_rules import SessionOptions
 from tests.extproc.gateway_model import DESTINATION
 from tests.extproc.grpc_peer import DEADLINE, until
 from tests.extproc.session_driver import Recorder
-from tests.real.harness import EnvoyProcess
+from tests.real.harness import EnvoyProcess, wait_for
 
 pytestmark = pytest.mark.real
 CHAT = "/v1/chat/completions"
@@ -225,4 +228,109 @@ async def test_streamed_answer_and_clients_that_leave(mode: BodyMode, tmp_path: 
 
         await it.post(b"{}")
         assert it.server._observer.reasons == ["timeout"]  # type: ignore[attr-defined]
+        await it.quiet()
+
+
+# ---------------------------------------------------------------- docs/envoy.md, "what happens when kvcar fails"
+
+
+def gone(envoy: EnvoyProcess) -> bool:
+    """Whether Envoy has no connection to kvcar: a stopped gRPC server lets go of some a little later, silently."""
+    name = "cluster.extproc.upstream_cx_active"
+    return envoy.stats(f"^{name}$")[name] == 0
+
+
+class Faulty:
+    """A kvcar that passes its health check and fails every request, in the way of `fault`."""
+
+    def __init__(self) -> None:
+        self.fault = "error"
+
+    async def start(self) -> int:
+        self.server = grpc.aio.server()
+        checks = health.aio.HealthServicer()
+        await checks.set(wire.SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(checks, self.server)
+        process = grpc.stream_stream_rpc_method_handler(self._process)
+        self.server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(wire.SERVICE, {"Process": process}),)
+        )
+        port = self.server.add_insecure_port("127.0.0.1:0")
+        await self.server.start()
+        return int(port)
+
+    async def _process(self, messages: AsyncIterator[bytes], context: Any) -> None:
+        if self.fault == "hang":
+            await asyncio.Event().wait()
+        await context.abort(grpc.StatusCode.INTERNAL, "a fault")
+
+
+MESSAGE_TIMEOUT = 0.5
+WAITS = 0
+"""No answer comes."""
+# What a client gets: (mode, fails open) -> fault -> status.
+FAULTS: dict[tuple[BodyMode, bool], dict[str, int]] = {
+    (BodyMode.BUFFERED, True): {"error": 200, "hang": 200, "down": 200, "noticed": 200},
+    (BodyMode.BUFFERED, False): {"error": 500, "hang": 504, "down": 500, "noticed": 500},
+    (BodyMode.FULL_DUPLEX, True): {"error": 500, "hang": WAITS, "down": 500, "noticed": 200},
+    (BodyMode.FULL_DUPLEX, False): {"error": 500, "hang": WAITS, "down": 500, "noticed": 500},
+}
+
+
+@pytest.mark.parametrize(("mode", "fail_open"), FAULTS)
+async def test_what_clients_get_when_kvcar_fails(mode: BodyMode, fail_open: bool, tmp_path: Path) -> None:
+    """`down`: before Envoy's health check has noticed it; `noticed`: after."""
+    async with contextlib.AsyncExitStack() as stack:
+        engine, faulty = Engine(), Faulty()
+        await engine.start()
+        stack.push_async_callback(engine.stop)
+        port = await faulty.start()
+        stack.push_async_callback(faulty.server.stop, 0)
+        options = EnvoyOptions(
+            engines=(engine.address,),
+            listen="127.0.0.1:0",
+            admin="127.0.0.1:0",
+            ext_proc=(f"127.0.0.1:{port}",),
+            body_mode=mode,
+            fail_open=fail_open,
+            message_timeout=MESSAGE_TIMEOUT,
+            access_log=None,
+        )
+        envoy = EnvoyProcess(options, tmp_path)
+        await asyncio.to_thread(envoy.__enter__)
+        stack.push_async_callback(asyncio.to_thread, envoy.__exit__, None, None, None)
+        await asyncio.to_thread(envoy.wait_ready)
+        await asyncio.to_thread(envoy.wait_healthy, "engines", 1)
+        await asyncio.to_thread(envoy.wait_healthy, "extproc", 1)
+        for fault, expected in FAULTS[mode, fail_open].items():
+            faulty.fault = fault
+            if fault == "down":
+                await faulty.server.stop(0)
+                await asyncio.to_thread(wait_for, lambda: gone(envoy), "Envoy to lose kvcar")
+            if fault == "noticed":
+                await asyncio.to_thread(envoy.wait_healthy, "extproc", 0)
+            # A hang is one that outlasts several time-outs; every other answer comes before the deadline.
+            limit = aiohttp.ClientTimeout(3 * MESSAGE_TIMEOUT if expected == WAITS else DEADLINE)
+            async with aiohttp.ClientSession(f"http://{envoy.address}", timeout=limit) as http:
+                try:
+                    async with http.post(CHAT, data=b"{}") as answer:
+                        status = answer.status
+                except TimeoutError:
+                    status = WAITS
+            assert status == expected, fault
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_draining_takes_no_new_requests_and_ends_none(mode: BodyMode, tmp_path: Path) -> None:
+    async with gateway(mode, tmp_path) as it:
+        it.decider.choice = (it.engines[0].address,)
+        async with it.http.post(CHAT, data=b"stream") as answer:
+            assert await answer.content.readline() == b"data: 1\n"
+            await it.server.drain(0)
+            await asyncio.to_thread(it.envoy.wait_healthy, "extproc", 0)
+            asked = it.decider.asked
+            await it.post(b"{}")
+            assert it.decider.asked == asked, "the fallback serves"
+            it.engines[0].go.set()
+            assert b"usage" in await answer.content.read()
         await it.quiet()
