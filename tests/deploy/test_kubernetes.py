@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
 import shutil
 import subprocess
@@ -9,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -35,11 +38,10 @@ ADDED = {
     "overlays/inferencepool": {"InferencePool"},
 }  # fmt: skip
 GATEWAYS = {"overlays/envoy-gateway": "envoy-gateway-system", "overlays/istio": "istio-ingress"}
-# Kinds of other projects: no registry has their schemas; what matters of them is compared below.
-FOREIGN = {
-    "ServiceMonitor", "Backend", "BackendTrafficPolicy", "ClientTrafficPolicy", "EnvoyExtensionPolicy", "EnvoyFilter",
-    "VirtualService", "InferencePool",
-}  # fmt: skip
+# Kinds of other projects whose schemas tests/data/crds has.
+CRDS = Path(__file__).parents[1] / "data/crds"
+# No registry has the schemas of these; what matters of them is compared below.
+FOREIGN = {"Backend", "BackendTrafficPolicy", "ClientTrafficPolicy", "EnvoyExtensionPolicy", "InferencePool"}
 
 
 @cache
@@ -86,8 +88,32 @@ def test_kinds_and_schemas(form: str) -> None:
     kinds = [item["kind"] for item in rendered(form)]
     assert sorted(kinds) == sorted(BASE | ADDED[form])
     for item in rendered(form):
-        if item["kind"] not in FOREIGN:
+        if (CRDS / f"{item['kind']}.json").exists():
+            accepted(item)
+        elif item["kind"] not in FOREIGN:
             kubernetes_validate.validate(item, kubernetes_validate.latest_version(), strict=True)
+
+
+def accepted(item: dict[str, Any]) -> None:
+    """Types, words, required and unknown keys. Raises jsonschema.ValidationError."""
+    jsonschema.validate(item, json.loads((CRDS / f"{item['kind']}.json").read_text("utf-8")))
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "change"),
+    [
+        ("base", "ServiceMonitor", {"endpoint": []}),
+        ("base", "ServiceMonitor", {"endpoints": [{"port": ["admin"]}]}),
+        ("overlays/istio", "VirtualService", {"hosts": "*"}),
+        ("overlays/istio", "EnvoyFilter", {"configPatches": [{"applyTo": "CLUSTERS"}]}),
+    ],
+)
+def test_schemas_refuse_what_a_cluster_would(form: str, kind: str, change: dict[str, Any]) -> None:
+    item = copy.deepcopy(one(form, kind))
+    accepted(item)
+    item["spec"].update(change)
+    with pytest.raises(jsonschema.ValidationError):
+        accepted(item)
 
 
 @pytest.mark.parametrize("form", FORMS)
