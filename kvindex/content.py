@@ -1,7 +1,7 @@
 """What one stream holds: engine hashes, their copies, and blocks whose place in a prompt is not known yet.
 
-    shards[n][hash]  row of the block's content key; 0 = no key yet. One entry a known hash. One shard while there are
-                     few, which is quicker, then so many that none becomes large (shards.py)
+    shards[n][hash]  row of the block's content key; 0 = no key yet. One entry a known hash. As many shards as keep each
+                     of them small (shards.py), 1 to 256
     odd[n][hash]     copies, only where they are not exactly one at `home`: 32 bits per place, packed in one int
     copied           entries of `odd`: none as long as nothing is offloaded
     places           group*4 + tier -> a small number, the place; `home` is the first place on DEVICE, `home_unit` one
@@ -122,20 +122,22 @@ class Content:
             return [low_byte(hash_) & mask for hash_ in hashes]
 
     def _grow(self) -> None:
-        """From one shard to as many as `max_blocks` may need, when the one becomes large."""
-        if self._mask or self.known <= _SPLIT:
-            return
-        self._mask = 1
-        while self._mask < 255 and (self._mask + 1) * _SPLIT < self.max_blocks:
-            self._mask = 2 * self._mask + 1
-        for name in ("shards", "odd"):
-            (whole,) = getattr(self, name)
-            parts: list[dict[EngineHash, int]] = [{} for _ in range(self._mask + 1)]
-            for index, (hash_, value) in enumerate(whole.items()):
-                parts[low_byte(hash_) & self._mask][hash_] = value
-                if index % _CHUNK == 0:
+        """Four times as many shards when they become large: no more than are needed, as each costs cache lines."""
+        while self.known > _SPLIT * (self._mask + 1) and self._mask < 255:
+            mask = 4 * self._mask + 3
+            for name in ("shards", "odd"):
+                parts: list[dict[EngineHash, int]] = [{} for _ in range(mask + 1)]
+                whole = getattr(self, name)
+                for part in whole:
+                    for index, (hash_, value) in enumerate(part.items()):
+                        parts[low_byte(hash_) & mask][hash_] = value
+                        if index % _CHUNK == 0:
+                            self._pace()
+                setattr(self, name, parts)
+                while whole:  # one table after the other goes
+                    whole.pop()
                     self._pace()
-            setattr(self, name, parts)
+            self._mask = mask
 
     def _shrink(self) -> None:
         """Back to one shard when little is left: emptied dicts keep their tables."""
