@@ -109,7 +109,10 @@ ACCESS = """{% set n = namespace(a=1, d={'k': 2}) %}{% set n.b = 'x' %}{{ n.a }}
 {% for m in messages %}{{ m.role }}{{ m['role'] }}{{ m.missing is defined }}{{ m.get('role') }}{{ m.items() | list }}
 {{ m.content.upper() }}{{ m.content.startswith('h') }}{{ '%s' | format(m.content) }}{{ '{} {}'.format(m.content, 1) }}
 {{ loop.index0 }}{{ loop.last }}{{ loop.missing }}{{ m.keys is defined }}{{ m.copy is defined }}{{ m.x.y is defined }}
-{{ m.content.__class__ is defined }}{{ m.content.missing is defined }}{% endfor %}"""
+{{ m.content.__class__ is defined }}{{ m.content.missing is defined }}{{ m.missing == m.other }}{% endfor %}
+{% macro f(t) %}{{ t.role }}{{ t.missing }}{{ t.items is defined }}{% endmacro %}{{ f(messages[0]) }}{{ f('role') }}
+{% set m = messages[1] %}{{ m.role }}{% set m = 'text' %}{{ m.role is defined }}{{ m.upper() }}{{ nobody is defined }}
+{% for m in messages if m.x.y %}{{ m.x.y }}{{ loop.previtem is defined }}{% endfor %}{{ messages.role is defined }}"""
 
 
 def test_shortened_access_gives_what_the_sandbox_gives() -> None:
