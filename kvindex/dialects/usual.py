@@ -8,13 +8,11 @@ and every event decoded here means what they would have found. msgspec makes no 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 Hash = int | bytes
-_Never = Literal["\0"]
-_never: Any = "\0"
 
 
 class StoredArray(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
@@ -43,11 +41,11 @@ class ClearedArray(msgspec.Struct, array_like=True, tag="AllBlocksCleared", gc=F
 
 
 class _NoPool(msgspec.Struct, tag_field="type", gc=False, kw_only=True):
-    """A map with one of these keys is a pool's (mooncake.py), whatever its type."""
+    """A map with one of these keys is a pool's (mooncake.py), whatever its type: no value is right for them."""
 
-    event_type: _Never = _never
-    seq_hashes: _Never = _never
-    backend_id: _Never = _never
+    event_type: msgspec.UnsetType = msgspec.UNSET
+    seq_hashes: msgspec.UnsetType = msgspec.UNSET
+    backend_id: msgspec.UnsetType = msgspec.UNSET
 
 
 class StoredMap(_NoPool, tag="BlockStored", gc=False, kw_only=True):

@@ -12,6 +12,7 @@ import pytest
 from kvindex.dialects import DIALECTS, DialectOptions, wire
 from kvindex.dialects.fields import MEDIA, counted_kind, tier_of
 from kvindex.dialects.pushed import Push, PushDecoder, PushedEvent
+from kvindex.dialects.usual import UsualForm
 from kvindex.errors import DecodeError
 from kvindex.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event, Pooled, Skipped, Tier
 from kvindex.hashing import content_keys, extras_bytes, pack_tokens, root_bytes
@@ -127,6 +128,33 @@ MAPS = [
 @pytest.mark.parametrize(("raw", "expected"), ARRAYS + MAPS, ids=repr)
 def test_events(raw: Any, expected: Event, dialect: str) -> None:
     assert one(raw, dialect) == expected
+
+
+@pytest.mark.parametrize(("raw", "expected"), ARRAYS + MAPS, ids=repr)
+def test_usual_messages_mean_what_the_general_way_finds(
+    raw: Any, expected: Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert UsualForm().decode(msgpack.packb([1.0, [raw], 0])) is not None
+    monkeypatch.setattr(UsualForm, "decode", lambda form, payload: None)
+    assert one(raw, "vllm") == expected
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [1.0, [ARRAYS[0][0], MAPS[0][0]]],
+        [1.0, [stored(backend_id="b")], 0],
+        [1.0, [stored(event_type=None)], 0],
+        [1.0, [stored(block_hashes=[True])], 0],
+        [1.0, [stored(token_ids=[True] * 8)], 0],
+        [1.0, [["Other"]], 0],
+        [1.0, [ARRAYS[0][0]], 0, 0],
+        {"events": []},
+    ],
+    ids=repr,
+)
+def test_what_is_no_usual_message(batch: Any) -> None:
+    assert UsualForm().decode(msgpack.packb(batch)) is None
 
 
 def test_forms_mix_in_one_batch() -> None:

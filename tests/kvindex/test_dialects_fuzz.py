@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgpack
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvindex.dialects import DIALECTS, DialectOptions, wire
+from kvindex.dialects.usual import UsualForm
 from kvindex.errors import DecodeError
 from kvindex.events import AllBlocksCleared, BlockRemoved, BlockStored, Skipped, Tier
 
@@ -47,6 +49,16 @@ batches = st.builds(
     st.lists(st.one_of(map_events, rfc_events, array_events, values), max_size=6),
     st.lists(st.none() | st.integers(-1, 5) | scalars, max_size=2),
 )
+
+USUAL = {
+    "block_hashes": [11, 12], "parent_block_hash": None, "token_ids": [*range(100, 108)], "block_size": 4,
+    "lora_id": None, "medium": "GPU", "lora_name": None, "extra_keys": None, "group_idx": 0,
+    "kv_cache_spec_kind": "full_attention",
+}  # fmt: skip
+almost_usual = st.builds(
+    lambda tag, changed, as_map: [{"type": tag, **USUAL, **changed}, [tag, *(USUAL | changed).values()]][not as_map],
+    tags, st.dictionaries(st.sampled_from([*USUAL, "seq_hashes", "ownership"]), fields, max_size=2), st.booleans(),
+)  # fmt: skip
 
 
 def well_formed(event: Any) -> None:
@@ -83,15 +95,16 @@ def outcome(dialect: str, payload: bytes) -> Any:
 
 
 def both_ways(payload: bytes) -> None:
-    """Whole, and event by event: the same outcome."""
+    """As a usual message if it is one, whole, and event by event: the same outcome."""
     before = wire.EAGER_BYTES, wire.WALK_BYTES
     for dialect in DIALECTS:
-        try:
-            found = set()
-            for wire.EAGER_BYTES, wire.WALK_BYTES in ((1 << 16, 1 << 12), (1 << 16, 0), (0, 0)):
-                found.add(outcome(dialect, payload))
-        finally:
-            wire.EAGER_BYTES, wire.WALK_BYTES = before
+        found = {outcome(dialect, payload)}
+        with patch.object(UsualForm, "decode", return_value=None):
+            try:
+                for wire.EAGER_BYTES, wire.WALK_BYTES in ((1 << 16, 1 << 12), (1 << 16, 0), (0, 0)):
+                    found.add(outcome(dialect, payload))
+            finally:
+                wire.EAGER_BYTES, wire.WALK_BYTES = before
         assert len(found) == 1, f"{dialect}: {found}"
         assert "unreadable" not in str(found)
 
@@ -177,3 +190,9 @@ def test_hostile_lengths_take_no_memory() -> None:
         [sys.executable, "-c", HOSTILE], cwd=root, capture_output=True, text=True, check=True, timeout=60
     )
     assert int(done.stdout) < 16 * 1024
+
+
+@QUICK
+@given(st.lists(almost_usual, min_size=1, max_size=2), st.lists(scalars, max_size=1))
+def test_almost_usual_messages(events: list[Any], rank: list[Any]) -> None:
+    both_ways(msgpack.packb([1.0, events, *rank]))
