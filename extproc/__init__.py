@@ -4,7 +4,8 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 
 # gRPC reads it when it is first imported. Its older listener reads and writes sockets in the thread that waits for
-# completions, where the newer one hands each to a pool of threads: a fifth less CPU an exchange (docs/performance.md).
+# completions, where the newer one hands each to a pool of threads: an eighth to a fifth less CPU an exchange
+# (docs/performance.md).
 os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
 
 try:
