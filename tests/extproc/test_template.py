@@ -150,10 +150,11 @@ HUGE = {
 @pytest.mark.parametrize("thread", [False, True])
 def test_a_template_that_does_not_end_is_ended(what: str, thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small chats are rendered in the event loop's thread, large ones beside it."""
-    monkeypatch.setattr(template, "RENDER_SECONDS", 0.02)
-    monkeypatch.setattr(deadline, "TICK", 0.02)
-    with ThreadPoolExecutor(1) as executor, pytest.raises(RenderError, match="TooSlow"):
-        executor.submit(render, ENDLESS[what]).result() if thread else render(ENDLESS[what])
+    with monkeypatch.context() as short:
+        short.setattr(template, "RENDER_SECONDS", 0.02)
+        short.setattr(deadline, "TICK", 0.02)
+        with ThreadPoolExecutor(1) as executor, pytest.raises(RenderError, match="TooSlow"):
+            executor.submit(render, ENDLESS[what]).result() if thread else render(ENDLESS[what])
     assert render("{{ messages[0].content }}") == "hi"
 
 
@@ -195,14 +196,17 @@ class Swallowing:
 def test_a_deadline_never_reaches_what_comes_after(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadline, "TICK", 0.001)
     monkeypatch.setattr(deadline, "DELIVERY", 0.05)
-    ended = 0
-    for turn in range(300):
+    ended = finished = turn = 0
+    while turn < 300 or (turn < 30_000 and not (ended and finished)):  # who comes first is the machine's choice
+        turn += 1
         try:
             deadline.within(0.001 * (turn % 3), lambda: sum(range(20_000)))
+            finished += 1
         except deadline.TooSlow:
             ended += 1
         sum(range(2_000))  # what comes after
-    assert 0 < ended < 300
+    assert ended
+    assert finished
     assert deadline.within(0.0, Swallowing()) == "went on"
     with pytest.raises(ZeroDivisionError):
         deadline.within(5.0, lambda: 1 / 0)
