@@ -538,7 +538,7 @@ def bench_memory(pairs: int) -> list[Row]:
         if kind == "peer" and RadixTree is None:
             continue
         command = [sys.executable, "-m", "tests.bench.bench_index", "--memory", kind, str(pairs)]
-        figures[kind] = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        figures[kind] = float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     return [
         row(f"memory a (stream, block), {pairs:,} pairs", figures["ours"], "B", PEER, figures.get("peer"), 5.5, 1.0)
     ]
