@@ -80,7 +80,7 @@ def main(given: Sequence[str] | None = None) -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--only", nargs="+", choices=BENCHES, metavar="NAME", help=f"some of {', '.join(BENCHES)}")
     arguments.add_argument(
-        "--large", action="store_true", help="index of 10 M blocks instead of 1 M: 6 GB, 6 minutes more"
+        "--large", action="store_true", help="index of 10 M blocks instead of 1 M: 3 GB, 12 minutes more"
     )
     arguments.add_argument("--out", type=Path, default=ROOT, help="where to write, default the project's folder")
     arguments.add_argument("--rows-only", action="store_true", help=argparse.SUPPRESS)

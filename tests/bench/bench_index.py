@@ -2,7 +2,7 @@
 
     python -m tests.bench.bench_index [--large] [--only PART]
 
-1 M (stream, block) pairs; with --large 10 M (6 GB, some minutes). Every time is the lower quartile of calls that take
+1 M (stream, block) pairs; with --large 10 M (3 GB, 12 minutes). Every time is the lower quartile of calls that take
 turns with the peer's, so a busy machine treats both alike.
 """
 
