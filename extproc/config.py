@@ -7,7 +7,6 @@ extproc/example.yaml, printed by `kvcar example-config` (a test compares).
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +35,7 @@ from extproc.instances import InstanceConfig as InstanceConfig
 from extproc.instances import PoolFacts
 from extproc.publishers import PublisherConfig
 from extproc.scorers import build as build_scorer
+from kvindex.networks import is_local
 
 Tree = TypeVar("Tree", bound=BaseModel)
 
@@ -95,7 +95,7 @@ class Admin(Node):
     @property
     def is_local(self) -> bool:
         """Whether only this machine reaches it."""
-        return ipaddress.ip_address(self.address.rpartition(":")[0].strip("[]")).is_loopback
+        return is_local(self.address.rpartition(":")[0].strip("[]"))
 
 
 class Startup(Node):

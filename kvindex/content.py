@@ -27,7 +27,7 @@ from kvindex.errors import CapacityExceeded
 from kvindex.events import BlockRemoved, BlocksMapped, BlockStored, EngineHash, Outcome, Tier
 from kvindex.hashing import content_key, content_keys
 from kvindex.rows import BUCKET, Buckets, Rows
-from kvindex.shards import Parts, drain, low_byte
+from kvindex.shards import Parts, drain, low_byte, regrouped
 from kvindex.unanchored import Unanchored
 
 _CHUNK: Final = 64  # blocks between two calls of `pace`
@@ -124,31 +124,12 @@ class Content:
     def _grow(self) -> None:
         """Four times as many shards when they become large: no more than are needed, as each costs cache lines."""
         while self.known > _SPLIT * (self._mask + 1) and self._mask < 255:
-            mask = 4 * self._mask + 3
-            for name in ("shards", "odd"):
-                parts: list[dict[EngineHash, int]] = [{} for _ in range(mask + 1)]
-                whole = getattr(self, name)
-                for part in whole:
-                    for index, (hash_, value) in enumerate(part.items()):
-                        parts[low_byte(hash_) & mask][hash_] = value
-                        if index % _CHUNK == 0:
-                            self._pace()
-                setattr(self, name, parts)
-                while whole:  # one table after the other goes
-                    whole.pop()
-                    self._pace()
-            self._mask = mask
+            self._regroup(4 * self._mask + 3)
 
-    def _shrink(self) -> None:
-        """Back to one shard when little is left: emptied dicts keep their tables."""
-        self._mask = 0
-        for name in ("shards", "odd"):
-            whole: dict[EngineHash, int] = {}
-            parts = getattr(self, name)
-            while parts:
-                whole.update(parts.pop())
-                self._pace()
-            setattr(self, name, [whole])
+    def _regroup(self, mask: int) -> None:
+        self.shards = regrouped(self.shards, mask, self._pace)
+        self.odd = regrouped(self.odd, mask, self._pace)
+        self._mask = mask
 
     # ---- events -------------------------------------------------------------------------------------------------
 
@@ -410,7 +391,7 @@ class Content:
                 if row is not None:
                     self._take(hash_, number, row, place)
         if self._mask and self.known <= _SPLIT // 4:
-            self._shrink()
+            self._regroup(0)  # emptied dicts keep their tables
         return Outcome.OK
 
     def _remove_last(self, hashes: list[EngineHash], numbers: Sequence[int]) -> bool:

@@ -19,7 +19,9 @@ from extproc.doctor.check import Check, Found, Skip
 from extproc.doctor.context import Context
 from extproc.doctor.envoy_view import (
     DESTINATION,
+    EXT_PROC,
     NAMESPACE,
+    SESSION,
     EnvoyView,
     Json,
     Way,
@@ -34,8 +36,6 @@ ORIGINAL_DST_HEADER = "x-envoy-original-dst-host"
 OVERRIDE_HOST = "envoy.extensions.load_balancing_policies.override_host.v3.OverrideHost"
 HEADER_MUTATION = "envoy.extensions.filters.http.header_mutation.v3.HeaderMutation"
 HEADER_SESSION = "envoy.extensions.http.stateful_session.header.v3.HeaderBasedSessionState"
-EXT_PROC = "envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor"
-SESSION = "envoy.extensions.filters.http.stateful_session.v3.StatefulSession"
 
 
 class Kind(StrEnum):

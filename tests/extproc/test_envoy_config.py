@@ -112,7 +112,7 @@ def test_equals_the_configuration_that_was_measured(variant: str) -> None:
     paths = "/v1/(chat/completions|completions|responses|messages|embeddings)|(/generate|/inference/v1/generate)"
     measured = typed(enabled_by_routes(yaml.safe_load(text.replace("/v1/(chat/)?completions", paths))))
     ours = typed(as_dict(EnvoyOptions(**VARIANTS[variant])))
-    # Found later, with kvcar stopped under load: by Envoy's defaults a second try waits up to 1 s, and three may run.
+    # Not in the measured files: by Envoy's defaults a second try waits up to 1 s, and three may run.
     network = ours["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
     del network["http_filters"][0]["typed_config"]["grpc_service"]["retry_policy"]["retry_back_off"]
     del ours["static_resources"]["clusters"][-1]["circuit_breakers"]["thresholds"][0]["max_retries"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import platform
 import shutil
 import socket
@@ -317,3 +318,18 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
         for size in (str(64 << 20), str(1 << 20))
     )
     assert kept > given_back + 15_000
+
+
+@pytest.mark.parametrize(("setting", "known"), [(None, True), ("-a_name_that_grpc_does_not_know", False)])
+def test_grpc_knows_our_setting(setting: str | None, known: bool) -> None:
+    """A gRPC that no longer has the experiment says so on stderr, once, and runs without it. One that is set stays."""
+    env = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
+    program = "import extproc, grpc; grpc.insecure_channel('127.0.0.1:1').close()"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=env if setting is None else {**env, "GRPC_EXPERIMENTS": setting},
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    assert ("Unknown experiment" not in done.stderr) is known
