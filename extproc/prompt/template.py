@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import TemplateError, meta, nodes
+from jinja2 import meta, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -56,13 +56,13 @@ class ChatTemplate:
         try:
             self._compiled = within(RENDER_SECONDS, lambda: environment.from_string(source))
             self._compiled.globals = dict(self._compiled.globals)  # copied for each rendering: not from a ChainMap
+            self._render_all = renderer_of(self._compiled)
             tree = environment.parse(source)
-        except (TemplateError, RecursionError, TooSlow) as error:
+            self.variables: frozenset[str] = frozenset(meta.find_undeclared_variables(tree))
+            self.list_format = wants_list(tree)
+            self.loops_over = loops_over(tree)
+        except (Exception, TooSlow) as error:  # Python's compiler has limits of its own: SyntaxError, ValueError
             raise BadTemplate(f"chat template does not compile: {type(error).__name__}") from error
-        self._render_all = renderer_of(self._compiled)
-        self.variables: frozenset[str] = frozenset(meta.find_undeclared_variables(tree))
-        self.list_format = wants_list(tree)
-        self.loops_over = loops_over(tree)
         self.knows_developer = '"developer"' in source or "'developer'" in source
 
     def render(

@@ -229,7 +229,18 @@ def test_continue_final_message(source: str, content: str, text: str) -> None:
     assert rendered == text
 
 
-@pytest.mark.parametrize("source", ["{% for %}", "{{ x", "{% unknown %}"])
+BAD = {
+    "no target": "{% for %}",
+    "no end": "{{ x",
+    "unknown": "{% unknown %}",
+    "digits": "{{ " + "9" * 5000 + " }}",
+    "loops in loops": "{% for a in x %}" * 25 + "{% endfor %}" * 25,
+    "conditions in conditions": "{% if a %}" * 120 + "{% endif %}" * 120,
+    "parentheses": "{{ " + "(" * 300 + "1" + ")" * 300 + " }}",
+}
+
+
+@pytest.mark.parametrize("source", BAD.values(), ids=BAD)
 def test_bad_template(source: str) -> None:
     with pytest.raises(BadTemplate):
         ChatTemplate(source)
