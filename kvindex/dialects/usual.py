@@ -3,7 +3,9 @@
     [timestamp, [event, ...], rank]     events all arrays (vLLM up to 0.23, SGLang) or all maps (vLLM from 0.24, xLLM)
 
 Nothing is decided here: what is no such message goes through wire.py and fields.py, which say what is wrong with it,
-and every event decoded here means what they would have found. msgspec makes no room for what a length only announces.
+and every event decoded here means what they would have found; but what nobody reads (newer fields) is passed over
+unseen, where they refuse a message for text in it that is no UTF-8. msgspec makes no room for what a length only
+announces.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from typing import Any
 import msgspec
 
 Hash = int | bytes
+Scalar = bool | int | float | str | None
+"""With bytes (not beside text in msgspec), maps and extension types (read differently) a message is no usual one."""
+ExtraKeys = list[list[Scalar | list[Scalar]] | None] | None
 
 
 class StoredArray(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
@@ -24,8 +29,8 @@ class StoredArray(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
     block_size: int | None
     lora_id: int | str | None = None
     medium: str | None = None
-    lora_name: Any = None
-    extra_keys: Any = None
+    lora_name: str | dict[str, Scalar] | None = None
+    extra_keys: ExtraKeys = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
 
@@ -56,12 +61,12 @@ class StoredMap(_NoPool, tag="BlockStored", gc=False, kw_only=True):
     lora_id: int | str | None = None
     medium: str | None = None
     lora_name: str | None = None
-    extra_keys: Any = None
+    extra_keys: ExtraKeys = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
-    cache_salt: Any = None
-    ownership: Any = None
-    origin: Any = None
+    cache_salt: Scalar = None
+    ownership: Scalar = None
+    origin: Scalar = None
 
 
 class RemovedMap(_NoPool, tag="BlockRemoved", gc=False, kw_only=True):
@@ -75,13 +80,13 @@ class ClearedMap(_NoPool, tag="AllBlocksCleared", gc=False, kw_only=True):
 
 
 class ArrayBatch(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
-    timestamp: Any
+    timestamp: float | int | None
     events: list[StoredArray | RemovedArray | ClearedArray]
     dp_rank: int | None = None
 
 
 class MapBatch(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
-    timestamp: Any
+    timestamp: float | int | None
     events: list[StoredMap | RemovedMap | ClearedMap]
     dp_rank: int | None = None
 

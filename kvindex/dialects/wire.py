@@ -64,13 +64,14 @@ def open_batch(payload: bytes, *, single: bool = False, pace: Callable[[], None]
     if value.__class__ is list:
         if not 2 <= len(value) <= 3:
             raise DecodeError(f"batch is an array of {len(value)}, not of 2 or 3")
-        return _listed(value[1]), rank_of(value[2]) if len(value) == 3 else None, seconds_of(value[0])
+        return _listed(value[1], size), rank_of(value[2]) if len(value) == 3 else None, seconds_of(value[0])
     if value.__class__ is dict:
         if "events" not in value:
             if single and value:
                 return [value], None, None
             raise DecodeError("batch is a map without events")
-        return _listed(value["events"]), rank_of(_any_of(value, RANK_KEYS)), seconds_of(_any_of(value, TIME_KEYS))
+        rank, time = _any_of(value, RANK_KEYS), _any_of(value, TIME_KEYS)
+        return _listed(value["events"], size), rank_of(rank), seconds_of(time)
     raise DecodeError(f"batch is {type(value).__name__}, not an array or a map")
 
 
@@ -140,8 +141,7 @@ class _Scan:
         if not _is_array(self._peek()):
             raise DecodeError("events is not a list")
         count = self.unpacker.read_array_header()
-        if count > self._size // SMALLEST_EVENT:
-            raise DecodeError(f"batch announces {count} events in {self._size} bytes")
+        _bound(count, self._size)
         bounds = array("I")
         append, tell, skip, pace = bounds.append, self.unpacker.tell, self.unpacker.skip, self._pace
         for number in range(count):
@@ -192,8 +192,14 @@ def _is_map(byte: int) -> bool:
     return 0x80 <= byte <= 0x8F or byte in (0xDE, 0xDF)
 
 
-def _listed(value: Any) -> list[Any]:
+def _bound(events: int, size: int) -> None:
+    if events > size // SMALLEST_EVENT:
+        raise DecodeError(f"batch announces {events} events in {size} bytes")
+
+
+def _listed(value: Any, size: int) -> list[Any]:
     if value.__class__ is list:
+        _bound(len(value), size)
         return value
     raise DecodeError(f"events is {'nil' if value is None else type(value).__name__}, not a list")
 
