@@ -23,11 +23,15 @@ SPECIAL: tuple[tuple[str, Network], ...] = tuple(
     for what, texts in {
         "this machine": LOOPBACK,
         "link-local, where clouds keep credentials": ("169.254.0.0/16", "fe80::/10"),
-        "a cloud's metadata service": ("100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32", "fd00:ec2::254/128"),
+        "a cloud's metadata service": (
+            "100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32", "fd00:ec2::254/128", "fd20:ce::254/128",
+            "fd00:c1::a9fe:a9fe/128", "fd00:42::42/128",
+        ),
         "no single machine": ("0.0.0.0/8", "224.0.0.0/3", "::/128", "ff00::/8"),
+        "an IPv4 address for a gateway": ("::/96", "::ffff:0:0:0/96", "64:ff9b:1::/48", "2002::/16"),
     }.items()
     for text in texts
-)
+)  # fmt: skip
 """Never meant by a wide network such as 0.0.0.0/0: only an entry that lies within one of these opens it."""
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
@@ -54,9 +58,11 @@ class Networks:
         if instance.address:
             self._host(parse_host_port(instance.address).host, f"address {instance.address}", names=False)
         if instance.metrics:
-            place = instance.metrics.partition("://")[2].partition("/")[0]
+            place, text = instance.metrics.partition("://")[2].partition("/")[0], f"metrics {instance.metrics}"
+            if "@" in place:
+                raise _refused(text, "a user in a URL hides which part of it is the address")
             host = place.rpartition("]")[0].strip("[") if place.startswith("[") else place.partition(":")[0]
-            self._host(host, f"metrics {instance.metrics}", names=False)
+            self._host(host, text, names=False)
         for stream in instance.events:
             for place in () if stream.pushed else filter(None, (stream.events, stream.replay)):
                 transport, _, rest = place.partition("://")
@@ -94,7 +100,7 @@ def _within(one: Network, other: Network) -> bool:
 
 def _address_of(host: str) -> Address | None:
     """None = a name. An IPv4 address inside an IPv6 one is what it stands for."""
-    if host.rstrip(".") == "localhost" or host.rstrip(".").endswith(".localhost"):
+    if f".{host.rstrip('.').lower()}".endswith(".localhost"):
         return ipaddress.IPv4Address("127.0.0.1")
     try:
         address = ipaddress.ip_address(host.partition("%")[0])

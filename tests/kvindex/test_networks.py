@@ -34,6 +34,16 @@ HOSTS = [
     ("[fd00:ec2::254]", WIDE, True, SPECIAL),
     ("100.100.100.200", WIDE, True, SPECIAL),
     ("168.63.129.16", (), True, SPECIAL),
+    ("[fd20:ce::254]", WIDE, True, SPECIAL),
+    ("[fd00:c1::a9fe:a9fe]", (), True, SPECIAL),
+    ("[fd00:42::42]", (), True, SPECIAL),
+    # IPv4 addresses that a gateway would take out of these
+    ("[::169.254.169.254]", WIDE, True, SPECIAL),
+    ("[::ffff:0:169.254.169.254]", WIDE, True, SPECIAL),
+    ("[64:ff9b:1::a9fe:a9fe]", WIDE, True, SPECIAL),
+    ("[2002:a9fe:a9fe::1]", WIDE, True, SPECIAL),
+    ("[2002:a9fe:a9fe::1]", ("2002:a9fe::/32",), True, FINE),
+    ("[::1]", (), True, FINE),
     # this machine
     ("127.0.0.1", (), False, SPECIAL),
     ("127.0.0.1", (), True, FINE),
@@ -53,6 +63,8 @@ NAMES = [
     ("engine-0.llm.svc", TEN, False, NAME),
     ("localhost", (), False, SPECIAL),
     ("a.localhost.", WIDE, False, SPECIAL),
+    ("LOCALHOST", (), False, SPECIAL),
+    ("a.LocalHost", (), False, SPECIAL),
     ("localhost", (), True, FINE),
     ("0x7f.1", (), True, NUMBER),
     ("0x7f000001", (), True, NUMBER),
@@ -73,7 +85,7 @@ def says(networks: Networks, instance: Instance) -> str:
 @pytest.mark.parametrize(("host", "allowed", "loopback", "refusal"), HOSTS + NAMES)
 def test_every_place_of_an_instance(host: str, allowed: tuple[str, ...], loopback: bool, refusal: str) -> None:
     networks, good = Networks(allowed, loopback=loopback), "10.0.0.1"
-    if allowed in (META, LOCAL):
+    if allowed not in ((), TEN, WIDE):
         good = host  # nothing else is allowed
     places = [
         Instance("e", f"{good}:80", events=(StreamEndpoint(0, f"tcp://{host}:5557"),)),
@@ -90,6 +102,15 @@ def test_every_place_of_an_instance(host: str, allowed: tuple[str, ...], loopbac
 def test_names_are_for_endpoints_only() -> None:
     for instance in (Instance("e", "engine-0:80"), Instance("e", "", metrics="http://engine-0/metrics")):
         assert NAME in says(Networks(), instance)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://10.0.0.1:80@169.254.169.254/metrics", "http://10.0.0.1:\n80@169.254.169.254/", "http://[fd00::1]@[fe80::1]/",
+     "http://169.254.169.254?@10.0.0.1/", "http://169.254.169.254#@10.0.0.1/", "http:///10.0.0.1/", "http:10.0.0.1", "10.0.0.1"],
+)  # fmt: skip
+def test_urls_that_look_as_if_they_were_elsewhere(url: str) -> None:
+    assert "is not allowed for an instance" in says(Networks(), Instance("e", "", metrics=url))
 
 
 def test_sockets_in_the_file_system_are_this_machine() -> None:
