@@ -107,7 +107,8 @@ def test_names_are_for_endpoints_only() -> None:
 @pytest.mark.parametrize(
     "url",
     ["http://10.0.0.1:80@169.254.169.254/metrics", "http://10.0.0.1:\n80@169.254.169.254/", "http://[fd00::1]@[fe80::1]/",
-     "http://169.254.169.254?@10.0.0.1/", "http://169.254.169.254#@10.0.0.1/", "http:///10.0.0.1/", "http:10.0.0.1", "10.0.0.1"],
+     "http://169.254.169.254?@10.0.0.1/", "http://169.254.169.254#@10.0.0.1/",
+     "http:///10.0.0.1/", "http:10.0.0.1", "10.0.0.1"],
 )  # fmt: skip
 def test_urls_that_look_as_if_they_were_elsewhere(url: str) -> None:
     assert "is not allowed for an instance" in says(Networks(), Instance("e", "", metrics=url))
