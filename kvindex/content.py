@@ -127,8 +127,12 @@ class Content:
             self._regroup(4 * self._mask + 3)
 
     def _regroup(self, mask: int) -> None:
-        self.shards = regrouped(self.shards, mask, self._pace)
-        self.odd = regrouped(self.odd, mask, self._pace)
+        for name in ("shards", "odd"):
+            whole = getattr(self, name)
+            setattr(self, name, regrouped(whole, mask, self._pace))
+            while whole:  # one table after the other goes
+                whole.pop()
+                self._pace()
         self._mask = mask
 
     # ---- events -------------------------------------------------------------------------------------------------

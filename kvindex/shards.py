@@ -27,16 +27,13 @@ def low_byte(hash_: EngineHash) -> int:
 
 
 def regrouped(parts: list[dict[EngineHash, int]], mask: int, pace: Callable[[], None]) -> list[dict[EngineHash, int]]:
-    """The same entries by the low bits of their hashes, in mask + 1 dicts; `parts` is emptied. O(entries), paced."""
+    """The same entries by the low bits of their hashes, in mask + 1 dicts. O(entries), paced."""
     made: list[dict[EngineHash, int]] = [{} for _ in range(mask + 1)]
     for part in parts:
         for index, (hash_, value) in enumerate(part.items()):
             made[low_byte(hash_) & mask][hash_] = value
             if index % _PACED == 0:
                 pace()
-    while parts:  # one table after the other goes
-        parts.pop()
-        pace()
     return made
 
 

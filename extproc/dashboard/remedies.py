@@ -144,7 +144,7 @@ UNSCORED: dict[str, str] = {
     Reason.PATH: "nothing; disable ext_proc on such routes to save the round trip",
     Reason.METHOD: "nothing",
     Reason.ENCODING: "let clients send plain bodies",
-    Reason.TOO_LARGE: "raise it, together with Envoy's request_body_buffer_limit",
+    Reason.TOO_LARGE: "raise the limit of bytes, together with Envoy's request_body_buffer_limit",
     Reason.BAD_JSON: "the engine answers 400",
     Reason.BAD_REQUEST: "the engine answers 400",
     Reason.MODEL: "add the name or alias",
