@@ -156,7 +156,7 @@ def _load(body: bytes) -> Any:
                 value = [
                     item
                     for item in value
-                    if isinstance(item, dict) and ("tool_calls" in item or isinstance(item.get("content"), list))
+                    if isinstance(item, dict) and (len(item) > 2 or not isinstance(item.get("content"), str))
                 ]
             if value and normalize.holds_huge_number(value):
                 return json.loads(body)

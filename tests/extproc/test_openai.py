@@ -229,6 +229,8 @@ HUGE = [
     b'{"messages": [{"role": "user"}], "tools": [{"function": {"name": "f", "parameters": {"max": %d}}}]}',
     b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": [%d]}}}]}]}',
     b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": %d}}',
+    b'{"messages": [{"role": "developer", "content": "x", "tools": [{"function": {"parameters": {"max": %d}}}]}]}',
+    b'{"messages": [{"role": "tool", "content": "x", "tool_call_id": %d}]}',
 ]
 
 
