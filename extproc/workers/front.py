@@ -290,9 +290,13 @@ class Front:
             async with answer:
                 response = web.StreamResponse(status=answer.status, headers=_kept(answer.headers))
                 await response.prepare(request)
-                async for part in answer.content.iter_any():
-                    await response.write(part)
-                await response.write_eof()
+                try:
+                    async for part in answer.content.iter_any():
+                        await response.write(part)
+                    await response.write_eof()
+                except (aiohttp.ClientError, OSError, TimeoutError):
+                    if request.transport is not None:  # only an end of the connection says now that this was not all
+                        request.transport.abort()
                 return response
         raise web.HTTPServiceUnavailable(reason="no worker answers")
 
