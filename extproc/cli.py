@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,15 @@ def serve(config_path: Path, print_ports: bool, workers: int | None) -> None:
     from kvindex.errors import ConfigurationError
 
     config = read_config(config_path)
+    written = config.listen.workers
     if workers is not None:
         config = config.model_copy(update={"listen": config.listen.model_copy(update={"workers": workers})})
     set_up_logs(config.log.level, config.log.format)
+    if workers not in (None, written):
+        logging.getLogger(__name__).warning(
+            "--workers %d, but listen.workers is %d: `kvcar envoy-config` goes by the file, set it there too",
+            workers, written,
+        )  # fmt: skip
 
     def announce(addresses: dict[str, Any]) -> None:
         if print_ports:

@@ -11,6 +11,8 @@ from pydantic import BaseModel
 
 MOST_PLACES = 2
 """A key that more places know is in none of them likelier than misspelt."""
+MISSPELT = 0.85
+"""difflib's ratio from which a key here is what was meant, rather than its own name elsewhere: model, models."""
 
 
 def explained(kind: type[BaseModel], place: Sequence[str | int]) -> str | None:
@@ -25,18 +27,21 @@ def explained(kind: type[BaseModel], place: Sequence[str | int]) -> str | None:
         if fields:  # other parts (positions, members of a union) stay where they are
             nodes = {model for field in fields for model in _models(field.annotation)} or nodes
             here = _below(here, str(part), fields[0].annotation)
+    siblings = [known for node in nodes for known in _keys(node)]
     homes = dict.fromkeys(_homes(kind, key, ""))
     if here in homes:
         return " for an entry of this type;"
+    if spelt := closest(key, siblings, cutoff=MISSPELT):
+        return f", did you mean '{spelt}'?"
     if 0 < len(homes) <= MOST_PLACES:
         return f" here, it belongs {' or '.join(f'under {path}' if path else 'at the top level' for path in homes)};"
-    near = closest(key, (known for node in nodes for known in _keys(node)))
+    near = closest(key, siblings)
     return f", did you mean '{near}'?" if near else None
 
 
-def closest(word: object, words: Iterable[str]) -> str | None:
+def closest(word: object, words: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """The one of `words` that is most like `word`; None if none is like it."""
-    return next(iter(difflib.get_close_matches(str(word).lower(), sorted(words), n=1)), None)
+    return next(iter(difflib.get_close_matches(str(word).lower(), sorted(words), n=1, cutoff=cutoff)), None)
 
 
 def quoted(text: str) -> list[str]:

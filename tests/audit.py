@@ -94,7 +94,10 @@ def ask(pins: Pins, what: str) -> Verdict:
         options = ["--progress-spinner", "off", "--timeout", "10", "-r", file.name]
         done = subprocess.run([*command, *options], check=False, capture_output=True, text=True, timeout=300)
     try:
-        return judge(json.loads(done.stdout), what)
+        report = json.loads(done.stdout)
+        for reason in [one["skip_reason"] for one in report["dependencies"] if "skip_reason" in one][:1]:
+            print(f"audit, {what}: {reason}")
+        return judge(report, what)
     except ValueError:
         print((re.findall(r"^.*Error.*$", done.stderr, re.MULTILINE) or ["pip-audit gave no report"])[-1])
         return Verdict([], [], list(pins))

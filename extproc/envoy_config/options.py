@@ -130,8 +130,13 @@ class EnvoyOptions:
     access_log: str | None = "/dev/stdout"
 
     def __post_init__(self) -> None:
-        if bool(self.engines) == (self.engines_file is not None):
-            raise ValueError("engines: give engine addresses, or an engines file, and not both")
+        if not self.engines and self.engines_file is None:
+            raise ValueError(
+                "engines: the pool has no instances with an address, so where does Envoy find its engines? Give the "
+                "pool instances or an endpoints_file, or name the file (--engines-file)"
+            )
+        if self.engines and self.engines_file is not None:
+            raise ValueError("engines: give addresses or a file, not both")
         if not self.ext_proc:
             raise ValueError("ext_proc: at least one address is needed")
         for option in ("listen", "admin", "ext_proc", "engines"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -14,32 +14,15 @@ from extproc.pool import Pool
 from extproc.prompt.prompter import Options, Prompter
 from extproc.router import Router
 from extproc.scorers import build
-from kvindex.directory import Directory, Stream
+from kvindex.directory import Directory
 from kvindex.fleet import Fleet, Instance, StreamEndpoint
+from tests.kvindex.directory_driver import Driver
 
 
 @cache
 def prompter(models: tuple[str, ...]) -> Prompter:
     """Loaded once: it takes a second."""
     return Prompter.load(Options(tokenizer=str(TOKENIZER), models=models, adapters=("ada",), timeout=30.0))
-
-
-class Driver:
-    """Opens streams at once, as the transport does in its thread."""
-
-    def pace(self) -> None: ...
-
-    def follow(self, stream: Stream) -> None:
-        stream.open().connected(0.0)
-
-    def unfollow(self, stream: Stream) -> None:
-        stream.close()
-
-    def resync(self, stream: Stream) -> None: ...
-    def rebuild(self, stream: Stream) -> None: ...
-
-    def post(self, work: Callable[[], None]) -> None:
-        work()
 
 
 def engine(name: str, *, pool: str = "qwen", ranks: int = 1, dialect: str = "vllm", **more: Any) -> Instance:

@@ -54,6 +54,7 @@ BAD = [
     ("{}", ["pools", "required"]),
     (GOOD + "listne: {}\n", ["c.yaml", "listne", "unknown key", "example-config"]),
     (pool("block_sise: 16"), ["pools[0].block_sise", "unknown key, did you mean 'block_size'?", "c.yaml:8"]),
+    (GOOD.replace("models:", "model:"), ["pools[0].model", "did you mean 'models'?"]),
     (GOOD.replace("events:", "evnts:"), ["pools[0].instances[0].evnts", "did you mean 'events'?"]),
     (pool("sessions: {heder: x}"), ["pools[0].sessions.heder", "did you mean 'header'?"]),
     (pool("discovery: [{type: file, pth: /x}]"), ["pools[0].discovery[0].pth", "did you mean 'path'?"]),

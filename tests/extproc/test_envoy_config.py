@@ -266,8 +266,8 @@ def test_envoy_reads_the_metadata_that_the_session_writes() -> None:
 
 
 BAD = {
-    "no engines": ({}, "engines: give"),
-    "both": ({"engines": ENGINES, "engines_file": "x"}, "engines: give"),
+    "no engines": ({}, "engines: the pool has no instances with an address"),
+    "both": ({"engines": ENGINES, "engines_file": "x"}, "engines: give addresses or a file, not both"),
     "no kvcar": ({"engines": ENGINES, "ext_proc": ()}, "ext_proc: at least one"),
     "no port": ({"engines": ("10.0.0.1",)}, "engines: '10.0.0.1' is not host:port"),
     "bare ipv6": ({"engines": ("::1:8000",)}, "engines: '::1:8000' is not host:port"),

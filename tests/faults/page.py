@@ -26,7 +26,8 @@ Each ran under steady traffic of small chats (four or more conversations at a ti
 three emulated engines; clients, Envoy, engines and kvcar had the same cores, so compare latencies within a row only.
 
 - **failed**: requests that were not answered with 200 and completely, without those in the next column.
-- **lost with it**: failed ones that the engine which died, or the gateway which went away, was serving.
+- **lost with it**: failed ones that the engine which died, or the gateway which went away, was serving; with full
+  duplex bodies also those that came before Envoy noticed that kvcar had gone.
 - **usual, during, worst**: latency before the fault (median), while it lasted and healed (median, slowest). An answer
   of a hung engine takes as long as the engine hangs; that is in *worst*.
 - **recovered in**: from the moment the cause was gone until the named state was reached; where a process had to be

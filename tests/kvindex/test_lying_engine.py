@@ -8,39 +8,21 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
 from typing import Any
 
 import msgpack
 import pytest
 
-from kvindex.directory import Directory, Stream
+from kvindex.directory import Directory
 from kvindex.fleet import Instance, StreamEndpoint
 from kvindex.hashing import content_keys, pack_tokens
+from tests.kvindex.directory_driver import Driver
 
 SIZE = 2
 HONEST = ("honest-a", "honest-b")
 LIAR = "liar"
 SEEDS = int(os.environ.get("KVCAR_SEEDS", "8"))
 BOUNDS = {"max_blocks": 60, "max_unanchored": 20}
-
-
-class Driver:
-    """Opens streams at once, as the transport does in its thread."""
-
-    def pace(self) -> None: ...
-
-    def follow(self, stream: Stream) -> None:
-        stream.open().connected(0.0)
-
-    def unfollow(self, stream: Stream) -> None:
-        stream.close()
-
-    def resync(self, stream: Stream) -> None: ...
-    def rebuild(self, stream: Stream) -> None: ...
-
-    def post(self, work: Callable[[], None]) -> None:
-        work()
 
 
 def directory_of(*names: str) -> Directory:
