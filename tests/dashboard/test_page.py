@@ -76,6 +76,7 @@ def cells(page: webdriver.Chrome, css: str) -> list[list[str]]:
 
 def open_page(page: webdriver.Chrome, world: World) -> None:
     page.get(world.url)
+    console(page)  # what the page of an earlier test still had to say
     page.execute_script("localStorage.clear(); sessionStorage.clear()")
     page.get(world.url)
     wait_for(lambda: cells(page, "#fleet-table tbody tr"), "the fleet is shown")

@@ -22,7 +22,6 @@ import msgpack
 import yaml
 import zmq
 
-from examples.local.processes import free_port
 from examples.local.stack import TOKENIZER
 from extproc import config
 from extproc.app import App
@@ -122,13 +121,13 @@ class World:
                  "instances": instances, **(pool or {})}  # fmt: skip
         tree = {
             "listen": {"address": "127.0.0.1:0", "drain_wait_ms": 0},
-            "admin": {"address": f"127.0.0.1:{free_port()}", **(admin or {})},
+            "admin": {"address": "127.0.0.1:0", **(admin or {})},
             "limits": {"tokenize_timeout_ms": 5000, "decide_timeout_ms": 6000},  # on busy machines
             "pools": [whole],
             **(more or {}),
         }
         self.config = config.parse(yaml.safe_dump(tree))
-        self.url = f"http://{self.config.admin.address}"
+        self.url = ""
         self._past = past
         self._done = threading.Event()
         self._records = 0
@@ -147,7 +146,12 @@ class World:
     async def _start(self) -> None:
         self.app = App(self.config)
         self._history = History(time.monotonic() - self._past)
-        await self.app.start()
+        address = (await self.app.start())["admin"]
+        self.url = f"http://{address}"
+        # one that starts again is where its pages look for it
+        self.config = self.config.model_copy(
+            update={"admin": self.config.admin.model_copy(update={"address": address})}
+        )
 
     def stop_app(self) -> None:
         """The server goes away; engines stay."""
