@@ -75,6 +75,11 @@ def engines_cluster(options: EnvoyOptions) -> cluster.Cluster:
     else:
         result.load_balancing_policy = _policy("least_request", fallback)
     if options.engines_file is None:
+        if not options.engines:
+            raise ValueError(
+                "engines: the pool has no instances with an address, so where does Envoy find its engines? Give the "
+                "pool instances or an endpoints_file, or name the file (--engines-file)"
+            )
         result.type = _discovery(options.engines)
         result.load_assignment = _assignment(ENGINES, options.engines)
         return result

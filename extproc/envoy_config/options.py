@@ -82,7 +82,8 @@ class ClientTls:
 class EnvoyOptions:
     """What may differ from one installation to the next. Addresses are "ip:port", "[ip6]:port" or "name:port".
 
-    engines             the pool's members; the same "ip:port" that kvcar's configuration gives its instances
+    engines             the pool's members; the same "ip:port" that kvcar's configuration gives its instances. Only
+                        `clusters` needs them, or the file
     engines_file        watched EDS file instead of `engines` (relative to Envoy's working directory)
     routing             how the decision is obeyed; two of the three take a single address, so kvcar's pools need
                         max_endpoints: 1 with them
@@ -130,11 +131,6 @@ class EnvoyOptions:
     access_log: str | None = "/dev/stdout"
 
     def __post_init__(self) -> None:
-        if not self.engines and self.engines_file is None:
-            raise ValueError(
-                "engines: the pool has no instances with an address, so where does Envoy find its engines? Give the "
-                "pool instances or an endpoints_file, or name the file (--engines-file)"
-            )
         if self.engines and self.engines_file is not None:
             raise ValueError("engines: give addresses or a file, not both")
         if not self.ext_proc:
@@ -214,26 +210,27 @@ def options_for(config: Config, *, pool: str | None = None, **overrides: Any) ->
 
 
 def _agree(options: EnvoyOptions, config: Config, pool: Pool) -> None:
-    """What Envoy would answer with 503, or what it would ignore silently, is refused here."""
+    """What Envoy would answer with 503, or what it would ignore silently, is refused here, all of it at once."""
+    wrong = []
     if options.routing is not Routing.OVERRIDE_HOST and pool.max_endpoints != 1:
-        raise ValueError(
+        wrong.append(
             f"routing: {options.routing} takes one address and no list: "
             f"set max_endpoints: 1 in kvcar's pool {pool.name!r} (it is {pool.max_endpoints})"
         )
     if options.routing is Routing.STATEFUL_SESSION and config.headers.stateful_session is None:
-        raise ValueError(
+        wrong.append(
             f"routing: the stateful_session filter reads a header that kvcar does not set: "
             f"add headers: {{stateful_session: {SESSION_HEADER}}} to kvcar's configuration"
         )
     tls, given = config.listen.tls, options.ext_proc_tls
     if tls is not None and given is None:
-        raise ValueError(
-            "ext_proc_tls: kvcar's listen.tls is set: name the CA that signed its certificate (--ext-proc-ca)"
-        )
-    if tls is not None and tls.client_ca is not None and given is not None and given.cert is None:
-        raise ValueError(
+        wrong.append("ext_proc_tls: kvcar's listen.tls is set: name the CA that signed its certificate (--ext-proc-ca)")
+    if tls is not None and tls.client_ca is not None and (given is None or given.cert is None):
+        wrong.append(
             "ext_proc_tls: kvcar's listen.tls.client_ca wants a client certificate (--ext-proc-cert, --ext-proc-key)"
         )
+    if wrong:
+        raise ValueError("\n".join(wrong))
 
 
 def split_address(address: str, *, option: str = "address") -> tuple[str, int]:

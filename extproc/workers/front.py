@@ -210,7 +210,10 @@ class Front:
         plain = request.clone(headers={**_headers(request), "Accept": "text/plain"})
         try:
             for answer in await self._all(plain):
-                self.pages.put(answer.worker, answer.body.decode())
+                try:
+                    self.pages.put(answer.worker, answer.body.decode())
+                except ValueError as error:  # what it said last stays on the page, as of one that hangs
+                    log.warning("worker %d answered %d, no metrics page: %.200s", answer.worker, answer.status, error)
         except web.HTTPServiceUnavailable:
             pass  # what was seen last, and that nobody is up
         families = self.pages.merged([("supervisor", process_page())])

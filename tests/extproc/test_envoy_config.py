@@ -238,6 +238,13 @@ def test_the_two_configurations_agree(case: str) -> None:
     assert message in str(caught.value)
 
 
+def test_all_disagreements_are_named_at_once() -> None:
+    with pytest.raises(ValueError) as caught:
+        options_for(parse(TLS_CONFIG.format(", client_ca: c.pem") + THREE), routing=Routing.STATEFUL_SESSION)
+    wanted = ("max_endpoints: 1", "stateful_session: x-kvcar-host", "--ext-proc-ca", "--ext-proc-cert")
+    assert all(text in line for text, line in zip(wanted, str(caught.value).splitlines(), strict=True))
+
+
 def test_command_line_of_tls(tmp_path: Path) -> None:
     path = tmp_path / "kvcar.yaml"
     path.write_text(TLS_CONFIG.format(", client_ca: c.pem") + THREE)
@@ -266,7 +273,6 @@ def test_envoy_reads_the_metadata_that_the_session_writes() -> None:
 
 
 BAD = {
-    "no engines": ({}, "engines: the pool has no instances with an address"),
     "both": ({"engines": ENGINES, "engines_file": "x"}, "engines: give addresses or a file, not both"),
     "no kvcar": ({"engines": ENGINES, "ext_proc": ()}, "ext_proc: at least one"),
     "no port": ({"engines": ("10.0.0.1",)}, "engines: '10.0.0.1' is not host:port"),
@@ -287,6 +293,16 @@ def test_bad_options_name_themselves(case: str) -> None:
     with pytest.raises(ValueError) as caught:
         EnvoyOptions(**options)  # type: ignore[arg-type]
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("part", Part)
+def test_only_the_clusters_need_engines(part: Part) -> None:
+    options = EnvoyOptions()
+    if part in (Part.BOOTSTRAP, Part.FRAGMENT, Part.CLUSTERS):
+        with pytest.raises(ValueError, match="engines: the pool has no instances with an address"):
+            render(options, part)
+    else:
+        assert render(options, part) == render(EnvoyOptions(engines=ENGINES), part)
 
 
 def test_every_comment_is_used() -> None:

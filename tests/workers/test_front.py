@@ -1,4 +1,4 @@
-"""The front over a worker that dies while it answers."""
+"""The front over a worker that dies while it answers, or answers with something else."""
 
 from __future__ import annotations
 
@@ -49,3 +49,25 @@ async def test_half_an_answer_is_seen_to_be_one(head: tuple[bytes, bytes], tmp_p
         with pytest.raises(aiohttp.ClientError):
             await (await client.get("/v1/internal/snapshot")).read()
         assert (await client.get("/status")).status == 503
+
+
+async def test_a_page_that_is_none_does_not_take_the_others_with_it(tmp_path: Path) -> None:
+    pages = iter((b"# TYPE kvcar_requests counter\nkvcar_requests_total 3.0\n", b'{"error": "x"} {', b"\xff\xfe"))
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        page = next(pages)
+        writer.write(b"HTTP/1.1 500 No\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(page), page))
+        writer.close()
+
+    path = str(tmp_path / "0")
+    async with (
+        await asyncio.start_unix_server(answer, path),
+        aiohttp.ClientSession(connector=aiohttp.UnixConnector(path)) as session,
+        TestClient(TestServer(Front(Crew(session), token=None).app())) as client,
+        asyncio.timeout(20),
+    ):
+        for _ in range(3):
+            metrics = await client.get("/metrics")
+            assert metrics.status == 200
+            assert "kvcar_requests_total 3.0" in await metrics.text()
