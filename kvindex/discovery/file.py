@@ -19,6 +19,7 @@ Parser = Callable[[str], Sequence[Instance]]
 """From the text of the file. Raises ValueError or ConfigurationError that says what is wrong."""
 
 MAX_BYTES = 8 << 20
+PIECE = 64 << 10
 
 
 class FileSource:
@@ -50,11 +51,15 @@ class FileSource:
             await asyncio.sleep(self._interval)
 
     def _read(self) -> bytes:
+        # In pieces: read(max_bytes) takes that much memory first and gives back all but the content, so that malloc
+        # places the next one behind it, and the next, through an arena of 64 MiB.
+        content = bytearray()
         with self.path.open("rb") as file:
-            content = file.read(self._max_bytes + 1)
-        if len(content) > self._max_bytes:
-            raise ValueError(f"it has more than {self._max_bytes} bytes")
-        return content
+            while piece := file.read(PIECE):
+                content += piece
+                if len(content) > self._max_bytes:
+                    raise ValueError(f"it has more than {self._max_bytes} bytes")
+        return bytes(content)
 
     def _instances(self, content: bytes) -> list[Instance]:
         """Blocking: YAML of some hundred instances takes a second."""

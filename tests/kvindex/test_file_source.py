@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -148,3 +149,19 @@ async def test_parsed_beside_the_event_loop(tmp_path: Path) -> None:
         await names(it, "a")
     assert threading.main_thread() not in threads
     assert threads
+
+
+async def test_reading_takes_memory_for_the_content_and_not_for_the_limit(tmp_path: Path) -> None:
+    """A read of the limit and back, once an interval, made the memory of an idle kvcar grow by megabytes an hour."""
+    path = tmp_path / "engines"
+    path.write_text(A)
+    tracemalloc.start()
+    try:
+        async with running(source(path)) as seen:
+            await seen.until(lambda: "a" in seen.instances)
+            path.write_text(B)
+            await seen.until(lambda: "b" in seen.instances)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20, peak
