@@ -21,6 +21,7 @@ WORDS = (
     "the train leaves from platform seven and the ticket costs less when it is bought early so please check the hours "
     "of the office before you travel and ask for a seat near the window if there is one left on that day "
 ).split()
+TURNS = 40  # messages at the start
 TOKENS_PER_WORD = 1.6  # of the demo's tokenizer
 
 
@@ -37,7 +38,7 @@ class Chats:
         for number in range(count):
             system = f"You are assistant {number}. {self._text(words)}"
             chat = [{"role": "system", "content": system}]
-            for turn in range(39):
+            for turn in range(TURNS - 1):
                 chat.append({"role": "assistant" if turn % 2 else "user", "content": self._text(words)})
             self.messages.append(chat)
         self.tokens = asyncio.run(self._encode())
@@ -61,6 +62,11 @@ class Chats:
     def bodies(self) -> list[bytes]:
         """The conversations as they are now."""
         return [orjson.dumps({"model": MODEL, "messages": chat, "max_tokens": 1}) for chat in self.messages]
+
+    def begin_again(self) -> None:
+        """Back to the turns of the start; those that follow will be others than before."""
+        for chat in self.messages:
+            del chat[TURNS:]
 
     def turn(self) -> list[bytes]:
         """The next turn of every conversation."""

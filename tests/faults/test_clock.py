@@ -32,8 +32,9 @@ on the monotonic clock (EINVAL) when its offset changes, and Linux has no namesp
 
 
 @pytest.mark.faults
-async def test_clock_jumps(tmp_path: Path, record: Recorder) -> None:
+async def test_clock_jumps(tmp_path: Path, record: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """A day ahead, then a week back, under load."""
+    monkeypatch.setenv("KVCAR_TESTS_EXEC", "1")  # a fork would not read sitecustomize
     offset = tmp_path / "offset"
     offset.write_text("0", encoding="ascii")
     (tmp_path / "python").mkdir()
