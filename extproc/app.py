@@ -53,6 +53,10 @@ from kvindex.transport import EventTransport
 
 log = logging.getLogger(__name__)
 
+SWITCH_INTERVAL = 0.001
+"""Seconds for which a thread may hold the interpreter while another waits. The default of 5 ms would show in every
+request's p99; at 0.5 ms the event thread cuts into each request (p99 beside 200k blocks/s 1.9 of alone, here 1.4)."""
+
 
 class _Watch(LoggingObserver):
     """Counts what sessions do on their own account, and logs faults without the text of a request."""
@@ -518,8 +522,7 @@ def run(config: Config, path: Path | None = None, *, announce: Any = None) -> No
 
 def run_in_loop(main: Coroutine[Any, Any, None]) -> None:
     """In a new event loop, uvloop's where there is one, set up for requests."""
-    # Threads that hold the interpreter for its default 5 ms would show in every request's p99.
-    sys.setswitchinterval(0.0005)
+    sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         import uvloop
     except ImportError:

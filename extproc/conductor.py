@@ -225,5 +225,5 @@ async def serve(options: ConductorOptions, announce: Callable[[int], None]) -> N
 
 def run(options: ConductorOptions, announce: Callable[[int], None]) -> None:
     """`serve` in a new event loop."""
-    sys.setswitchinterval(0.0005)  # as the events' thread would else hold up answers for 5 ms
+    sys.setswitchinterval(0.001)  # as the events' thread would else hold up answers for 5 ms
     asyncio.run(serve(options, announce))

@@ -11,13 +11,15 @@ GeneratorExit. Session.close() runs in `finally`, without await, in all three.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
 import socket
 import ssl
 import traceback
-from collections.abc import Callable, Iterable
+import types
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -192,7 +194,7 @@ class ExtProcServer:
         self._sessions += 1
         self._idle.clear()
         try:
-            while (data := await read()) is not grpc.aio.EOF:
+            while (data := await _kept(read())) is not grpc.aio.EOF:
                 message = wire.decode(data)
                 del data  # a body is held once, not twice
                 if message is None:
@@ -208,6 +210,10 @@ class ExtProcServer:
                     await write(encode(reply))
                 if session.ended:
                     break
+            else:
+                # Envoy half-closes and resets at once. grpc would answer the dead call with a status, and never frees
+                # what it took for that (grpc issue 43360): let the cancellation that is on its way come first.
+                await asyncio.sleep(0)
         except wire.MalformedMessage:
             self._observer.fault("malformed")
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "malformed ProcessingRequest")
@@ -257,6 +263,33 @@ def _traceparent(context: Any) -> str | None:
     """Of the gRPC call, not of the request in it."""
     found = [value for name, value in context.invocation_metadata() if name == "traceparent"]
     return found[0] if len(found) == 1 and isinstance(found[0], str) else None
+
+
+@types.coroutine
+def _kept(reading: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """Awaits a read; where this task is cancelled, the read is not: it ends by itself when the call does.
+
+    grpc never frees the 80 bytes of a cancelled one, see `_process`. About 3 us.
+    """
+    try:
+        pending = reading.send(None)
+        while True:
+            pending._asyncio_future_blocking = False  # not the task awaits it, we do
+            told = pending.get_loop().create_future()
+            pending.add_done_callback(lambda _, told=told: told.done() or told.set_result(None))
+            try:
+                yield from told
+            except BaseException:
+                pending.add_done_callback(lambda _: _finish(reading))
+                raise
+            pending = reading.send(None)
+    except StopIteration as ended:
+        return ended.value
+
+
+def _finish(reading: Coroutine[Any, Any, Any]) -> None:
+    with contextlib.suppress(BaseException):
+        reading.send(None)
 
 
 class _Routes(grpc.GenericRpcHandler):  # type: ignore[misc]

@@ -25,6 +25,7 @@ import uvloop
 
 from examples.local.processes import wait_for
 from examples.local.stack import TOKENIZER
+from extproc.app import SWITCH_INTERVAL
 from extproc.openai import Body, parse_body
 from extproc.prompt import Options, Prompt, Prompter
 from extproc.prompt.prompter import templates_of
@@ -94,7 +95,7 @@ def applied(directory: Directory) -> Iterator[int]:
 def run(rounds: int = 3, seconds: float = 3.0) -> list[Row]:
     seen: dict[str, list[list[float]]] = {name: [] for name in LOADS}
     rates: dict[str, list[float]] = {name: [] for name in LOADS}
-    sys.setswitchinterval(float(__import__("os").environ.get("SWI","0.0005")))  # as `kvcar serve`
+    sys.setswitchinterval(SWITCH_INTERVAL)
     with EventTransport() as transport, Publisher(replay=None) as publisher:
         requests = Requests(transport)
         requests.directory.update(followed(publisher.endpoint))
