@@ -37,11 +37,12 @@ bench: $(VENV)/.bench
 faults: $(VENV)/.test # as root it adds the half-open network, the full file system and the memory limit
 	@rm -f $(VENV)/.faults.jsonl
 	@KVCAR_FAULTS=$(VENV)/.faults.jsonl $(PY) -m pytest tests/faults -m '' $(ARGS)
-	@$(PY) -m tests.faults.page $(VENV)/.faults.jsonl docs/reliability.md
+	@$(PY) -m tests.faults.page $(VENV)/.faults.jsonl $(VENV)/.soak.json docs/reliability.md
 
 SECONDS := 1800
 soak: $(VENV)/.test
-	@KVCAR_SOAK_SECONDS=$(SECONDS) $(PY) -m pytest tests/soak $(ARGS)
+	@KVCAR_SOAK=$(VENV)/.soak.json KVCAR_SOAK_SECONDS=$(SECONDS) $(PY) -m pytest tests/soak $(ARGS)
+	@[ ! -f $(VENV)/.faults.jsonl ] || $(PY) -m tests.faults.page $(VENV)/.faults.jsonl $(VENV)/.soak.json docs/reliability.md
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,8 @@
 """Figures of the fault tests, and the page made of them.
 
-KVCAR_FAULTS=FILE pytest tests/faults     each test adds a line of JSON to FILE
-python -m tests.faults.page FILE PAGE     writes PAGE, docs/reliability.md
+KVCAR_FAULTS=FILE pytest tests/faults          each test adds a line of JSON to FILE
+KVCAR_SOAK=SOAK pytest tests/soak              a run that passed leaves its figures in SOAK
+python -m tests.faults.page FILE SOAK PAGE     writes PAGE, docs/reliability.md; without SOAK's part if there is none
 """
 
 from __future__ import annotations
@@ -33,11 +34,25 @@ three emulated engines; clients, Envoy, engines and kvcar had the same cores, so
 - **recovered in**: from the moment the cause was gone until the named state was reached; where a process had to be
   started, its start is in it.
 
-`make soak` (30 minutes; `SECONDS=...`) is about time instead: engines join, leave, restart, forget and lose events, a
-second kvcar is killed and restarted, the configuration is read again and clients leave, all at once. It fails on a
-failed request, on a view that is not the engine's truth, and when memory, threads, sockets, descriptors or metric
-series grow.
+`make soak` (30 minutes; `SECONDS=...`) is about [time](#soak) instead.
 """
+
+SOAK = """
+## Soak
+
+`make soak`: engines join, leave, restart, forget and lose events, a second kvcar is killed and restarted, the
+configuration is read again and clients leave, all at once. It fails on a failed request, on a view that is not the
+engine's truth, and when memory, threads, sockets, descriptors or metric series grow.
+
+The last run, {minutes:.0f} minutes: {requests:,} requests, none failed, besides {aborted:,} aborted by their clients;
+{done}. At the end kvcar's views were equal to what the engines held, block by block ({complete} of {views} views knew
+themselves to be complete; the others may lack blocks, and had none too many). What the kvcar that lived through all of
+it held, each time with the same number of engines:
+
+| after | resident | threads | descriptors | sockets | metric series |
+|---|---|---|---|---|---|
+"""
+SOAK_ROWS = 8
 
 COLUMNS = (
     "fault", "what clients saw", "requests", "failed", "lost with it", "usual, during, worst", "recovered in",
@@ -58,6 +73,7 @@ class Row:
     median: float
     worst: float
     seconds: float | None
+    load: float
 
 
 class Recorder:
@@ -73,7 +89,7 @@ class Recorder:
         row = Row(
             group, fault, saw, recovered, figures.requests, figures.failed, figures.excused,
             round(figures.usual, 1), round(figures.median, 1), round(figures.worst, 1),
-            None if seconds is None else round(seconds, 2),
+            None if seconds is None else round(seconds, 2), round(os.getloadavg()[0], 1),
         )  # fmt: skip
         print(f"{fault}: {asdict(row)}")
         if self._path is not None:
@@ -82,7 +98,8 @@ class Recorder:
 
 
 def page(rows: list[dict[str, Any]], *, date: str) -> str:
-    text = HEAD.format(machine=f"{os.cpu_count()} shared cores, load average {os.getloadavg()[2]:.0f}", date=date)
+    load = max((row.get("load", 0.0) for row in rows), default=0.0)
+    text = HEAD.format(machine=f"{os.cpu_count()} cores, load average up to {load:.0f}", date=date)
     for group in GROUPS:
         chosen = [row for row in rows if row["group"] == group]
         if not chosen:
@@ -98,13 +115,30 @@ def page(rows: list[dict[str, Any]], *, date: str) -> str:
     return text
 
 
+def soak_part(figures: dict[str, Any]) -> str:
+    done = ", ".join(f"{count:,} x {kind}" for kind, count in sorted(figures["done"].items()))
+    text = SOAK.format(**{**figures, "minutes": figures["seconds"] / 60, "done": done})
+    held = figures["held"]
+    step = max(1, (len(held) - 1) // SOAK_ROWS)
+    for row in [*held[:-1:step], held[-1]]:
+        text += (
+            f"| {row['seconds'] / 60:.0f} min | {row['resident'] / (1 << 20):.1f} MiB | {row['threads']} "
+            f"| {row['descriptors']} | {row['sockets']} | {row['series']} |\n"
+        )
+    return text
+
+
 def main() -> None:
     import datetime
 
-    path, target = map(Path, sys.argv[1:])
+    path, soak, target = map(Path, sys.argv[1:])
     # A test that ran twice tells its latest figures.
     rows = {row["fault"]: row for row in map(json.loads, path.read_text("utf-8").splitlines())}
-    target.write_text(page(list(rows.values()), date=datetime.date.today().isoformat()), encoding="utf-8")
+    date = datetime.date.fromtimestamp(path.stat().st_mtime)
+    text = page(list(rows.values()), date=date.isoformat())
+    if soak.is_file():
+        text += soak_part(json.loads(soak.read_text("utf-8")))
+    target.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.load import Figures
-from tests.faults.page import GROUPS, Recorder, page
+from tests.faults.page import GROUPS, SOAK_ROWS, Recorder, page, soak_part
 
 FIGURES = Figures(requests=90, failed=0, excused=2, usual=50.04, median=60.0, worst=700.0, errors=("503",))
 
@@ -26,3 +26,18 @@ def test_rows_become_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_a_file_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVCAR_FAULTS", raising=False)
     Recorder().add("kvcar", "a fault", FIGURES, saw="answers", recovered="", seconds=None)
+
+
+def test_soak_is_shown_from_its_first_to_its_last_measurement() -> None:
+    held = {"resident": 3 << 20, "threads": 20, "descriptors": 60, "sockets": 21, "series": 356}
+    figures = {
+        "seconds": 1800.0, "requests": 100_000, "aborted": 7, "done": {"join": 2_000, "gap": 3}, "views": 6,
+        "complete": 5, "held": [{**held, "seconds": 60.0 * number} for number in range(2, 31)],
+    }  # fmt: skip
+    text = soak_part(figures)
+    assert "30 minutes: 100,000 requests, none failed, besides 7 aborted" in text
+    assert "3 x gap, 2,000 x join" in text
+    rows = [line for line in text.splitlines() if " min |" in line]
+    assert rows[0] == "| 2 min | 3.0 MiB | 20 | 60 | 21 | 356 |"
+    assert rows[-1].startswith("| 30 min |")
+    assert len(rows) <= SOAK_ROWS + 3
