@@ -61,5 +61,5 @@ venv-package: # Debian and Ubuntu ship python3 without venv
 
 $(VENV)/.demo $(VENV)/.test $(VENV)/.audit $(VENV)/.bench: $(VENV)/.%: pyproject.toml | $(PY)
 	@echo "installing kvcar[$*] into $(VENV) (once; one to five minutes, without a word)"
-	@$(PY) -m pip install -q --disable-pip-version-check --progress-bar off -e '.[$*]'
+	@$(PY) -m pip install -q --disable-pip-version-check --root-user-action=ignore --progress-bar off -e '.[$*]'
 	@touch $@
