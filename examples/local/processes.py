@@ -296,6 +296,14 @@ class EnvoyProcess(Process):
         name = f"cluster.{cluster}.membership_healthy"
         self._wait_for(lambda: self.stats(f"^{name}$").get(name) == members, f"{members} healthy members in {cluster}")
 
+    def wait_checked(self, cluster: str, checks: int) -> None:
+        """Until so many more health checks of the cluster have passed. Raises NotReady."""
+        name = f"cluster.{cluster}.health_check.success"
+        enough = self.stats(f"^{name}$").get(name, 0) + checks
+        self._wait_for(
+            lambda: self.stats(f"^{name}$").get(name, 0) >= enough, f"{checks} more health checks passed in {cluster}"
+        )
+
     def access_log(self) -> list[dict[str, Any]]:
         """Every finished request, oldest first."""
         if self.access_log_path is None or not self.access_log_path.exists():

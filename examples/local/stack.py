@@ -134,7 +134,8 @@ class Stack:
             replica.wait_ready()
         self.envoy.wait_ready()
         self.envoy.wait_healthy("engines", len(self.engines))
-        self.wait_routing()
+        self.envoy.wait_healthy("extproc", self._count * self._workers)
+        self.settle()
 
     def _start_engines(self, engines: Sequence[EmulatorProcess]) -> None:
         with unbroken():
@@ -156,8 +157,14 @@ class Stack:
         self.wait_routing()
 
     def wait_routing(self) -> None:
-        """Until Envoy asks kvcar, and kvcar follows every engine's events."""
-        self.envoy.wait_healthy("extproc", self._count * self._workers)
+        """Until Envoy asks a kvcar that was started again, and kvcar follows every engine's events.
+
+        Envoy may still believe what it knew before, as a quick restart can come between two health checks; and its
+        workers learn up to a second later than its statistics (update_merge_window). So each member has to pass two.
+        """
+        members = self._count * self._workers
+        self.envoy.wait_checked("extproc", 2 * members)
+        self.envoy.wait_healthy("extproc", members)
         self.settle()
 
     def settle(self, engines: Sequence[EmulatorProcess] | None = None) -> None:
