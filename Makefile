@@ -35,12 +35,14 @@ bench: $(VENV)/.bench
 	@$(PY) -m tests.bench $(ARGS)
 
 faults: $(VENV)/.test # as root it adds the half-open network, the full file system and the memory limit
-	@rm -f $(VENV)/.faults.jsonl
-	@KVCAR_FAULTS=$(VENV)/.faults.jsonl $(PY) -m pytest tests/faults -m '' $(ARGS)
+	@rm -f $(VENV)/.faults.run
+	@KVCAR_FAULTS=$(VENV)/.faults.run $(PY) -m pytest tests/faults -m '' $(ARGS)
+	@mv $(VENV)/.faults.run $(VENV)/.faults.jsonl
 	@$(PY) -m tests.faults.page $(VENV)/.faults.jsonl $(VENV)/.soak.json docs/reliability.md
 
 SECONDS := 1800
 soak: $(VENV)/.test
+	@rm -f $(VENV)/.soak.json
 	@KVCAR_SOAK=$(VENV)/.soak.json KVCAR_SOAK_SECONDS=$(SECONDS) $(PY) -m pytest tests/soak $(ARGS)
 	@[ ! -f $(VENV)/.faults.jsonl ] || $(PY) -m tests.faults.page $(VENV)/.faults.jsonl $(VENV)/.soak.json docs/reliability.md
 

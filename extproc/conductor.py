@@ -26,6 +26,7 @@ from kvindex.fleet import Fleet, Instance
 from kvindex.hashing import DEFAULT_SEED
 from kvindex.networks import Networks, is_local
 from kvindex.options import TransportOptions, from_environment
+from kvindex.pacer import SWITCH_INTERVAL
 from kvindex.sync import SyncLimits
 from kvindex.transport import EventTransport
 
@@ -225,5 +226,5 @@ async def serve(options: ConductorOptions, announce: Callable[[int], None]) -> N
 
 def run(options: ConductorOptions, announce: Callable[[int], None]) -> None:
     """`serve` in a new event loop."""
-    sys.setswitchinterval(0.001)  # as the events' thread would else hold up answers for 5 ms
+    sys.setswitchinterval(SWITCH_INTERVAL)
     asyncio.run(serve(options, announce))

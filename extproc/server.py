@@ -288,7 +288,7 @@ def _kept(reading: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
 
 
 def _finish(reading: Coroutine[Any, Any, Any]) -> None:
-    with contextlib.suppress(BaseException):
+    with contextlib.suppress(Exception):
         reading.send(None)
 
 

@@ -25,8 +25,6 @@ EAGER_BYTES = 64 << 10
 SMALLEST_EVENT = 3
 """Bytes of the shortest array with a tag; a batch that announces more events than fit is refused at once."""
 READ_BYTES = 64 << 10
-PACE_EVERY = 64
-"""Events walked between two calls of `pace`; a few us each."""
 
 # What msgpack raises for bytes that are no MessagePack, for strict map keys, invalid UTF-8, limits and depth.
 _ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError, msgpack.UnpackException)
@@ -145,10 +143,10 @@ class _Scan:
         _bound(count, self._size)
         bounds = array("I")
         append, tell, skip, pace = bounds.append, self.unpacker.tell, self.unpacker.skip, self._pace
-        for number in range(count):
+        for _ in range(count):
             append(tell())
             skip()
-            if pace is not None and number % PACE_EVERY == 0:
+            if pace is not None:  # at each of them, for one event may be thousands of tokens
                 pace()
         append(tell())
         return bounds
@@ -170,7 +168,7 @@ def _lazily(view: memoryview, bounds: array[int], pace: Callable[[], None] | Non
         end = bounds[number]
         yield unpack(view[start:end])
         start = end
-        if pace is not None:  # each of them, for one event may be thousands of tokens
+        if pace is not None:
             pace()
 
 

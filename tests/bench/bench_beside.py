@@ -25,13 +25,13 @@ import uvloop
 
 from examples.local.processes import wait_for
 from examples.local.stack import TOKENIZER
-from extproc.app import SWITCH_INTERVAL
 from extproc.openai import Body, parse_body
 from extproc.prompt import Options, Prompt, Prompter
 from extproc.prompt.prompter import templates_of
 from extproc.prompt.tokenizer import load
 from kvindex import Directory, EventTransport, Instance, StreamEndpoint
 from kvindex.fleet import Instance as Fleeted
+from kvindex.pacer import SWITCH_INTERVAL
 from tests.bench.bench_extproc import ROOT
 from tests.bench.chats import BLOCK, MODEL, PATH, Chats, stored
 from tests.bench.publish_events import EVENT

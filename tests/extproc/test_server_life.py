@@ -351,7 +351,8 @@ def native_bytes() -> int:
 async def test_an_exchange_that_envoy_resets_leaves_no_memory_behind() -> None:
     """grpc.aio never frees the 80 bytes of a batch that fails or is cancelled (grpc issue 43360).
 
-    Envoy half-closes and resets at the end of each exchange. The client is of another gRPC stack, which loses nothing.
+    Envoy half-closes and resets at the end of each exchange; here it comes in the middle, where more gets lost.
+    Bytes an exchange, the client's own 40 included: 48 to 60; with a server that takes no care 144 to 195.
     """
 
     def reset(port: int, count: int) -> None:
@@ -360,7 +361,7 @@ async def test_an_exchange_that_envoy_resets_leaves_no_memory_behind() -> None:
             stream = channel.stream_stream(wire.METHOD)
             for _ in range(count):
                 call = stream(iter((first, last)))
-                next(call), next(call)
+                next(call)
                 call.cancel()
 
     async def forgotten(peer: Peer) -> None:
@@ -376,4 +377,4 @@ async def test_an_exchange_that_envoy_resets_leaves_no_memory_behind() -> None:
         before = native_bytes()
         await asyncio.to_thread(reset, peer.server.port, 1000)
         await forgotten(peer)
-        assert native_bytes() - before < 1000 * 40
+        assert native_bytes() - before < 1000 * 100

@@ -2,12 +2,13 @@
 
 KVCAR_FAULTS=FILE pytest tests/faults          each test adds a line of JSON to FILE
 KVCAR_SOAK=SOAK pytest tests/soak              a run that passed leaves its figures in SOAK
-python -m tests.faults.page FILE SOAK PAGE     writes PAGE, docs/reliability.md; without SOAK's part if there is none
+python -m tests.faults.page FILE SOAK PAGE     writes PAGE, docs/reliability.md; SOAK's figures if there are any
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from dataclasses import asdict, dataclass
@@ -34,16 +35,18 @@ three emulated engines; clients, Envoy, engines and kvcar had the same cores, so
 - **recovered in**: from the moment the cause was gone until the named state was reached; where a process had to be
   started, its start is in it.
 
-`make soak` (30 minutes; `SECONDS=...`) is about [time](#soak) instead.
+`make soak` is about [time](#soak) instead.
 """
 
 SOAK = """
 ## Soak
 
-`make soak`: engines join, leave, restart, forget and lose events, a second kvcar is killed and restarted, the
-configuration is read again and clients leave, all at once. It fails on a failed request, on a view that is not the
-engine's truth, and when memory, threads, sockets, descriptors or metric series grow.
+`make soak` (30 minutes; `SECONDS=...`): engines join, leave, restart, forget and lose events, a second kvcar is killed
+and restarted, the configuration is read again and clients leave, all at once. It fails on a failed request, on a view
+that is not the engine's truth, and when memory, threads, sockets, descriptors or metric series grow beyond a bound.
+"""
 
+SOAK_RUN = """
 The last run, {minutes:.0f} minutes: {requests:,} requests, none failed, besides {aborted:,} aborted by their clients;
 {done}. At the end kvcar's views were equal to what the engines held, block by block ({complete} of {views} views knew
 themselves to be complete; the others may lack blocks, and had none too many). What the kvcar that lived through all of
@@ -98,7 +101,7 @@ class Recorder:
 
 
 def page(rows: list[dict[str, Any]], *, date: str) -> str:
-    load = max((row.get("load", 0.0) for row in rows), default=0.0)
+    load = max((row["load"] for row in rows), default=0.0)
     text = HEAD.format(machine=f"{os.cpu_count()} cores, load average up to {load:.0f}", date=date)
     for group in GROUPS:
         chosen = [row for row in rows if row["group"] == group]
@@ -112,14 +115,14 @@ def page(rows: list[dict[str, Any]], *, date: str) -> str:
                 f"| {row['fault']} | {row['saw']} | {row['requests']} | {row['failed']} | {row['excused']} | {latency} "
                 f"| {seconds} | {row['recovered']} |\n"
             )
-    return text
+    return text + SOAK
 
 
 def soak_part(figures: dict[str, Any]) -> str:
     done = ", ".join(f"{count:,} x {kind}" for kind, count in sorted(figures["done"].items()))
-    text = SOAK.format(**{**figures, "minutes": figures["seconds"] / 60, "done": done})
+    text = SOAK_RUN.format(**{**figures, "minutes": figures["seconds"] / 60, "done": done})
     held = figures["held"]
-    step = max(1, (len(held) - 1) // SOAK_ROWS)
+    step = max(1, math.ceil((len(held) - 1) / SOAK_ROWS))
     for row in [*held[:-1:step], held[-1]]:
         text += (
             f"| {row['seconds'] / 60:.0f} min | {row['resident'] / (1 << 20):.1f} MiB | {row['threads']} "
