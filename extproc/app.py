@@ -196,6 +196,7 @@ class App:
                 observe_usage=config.listen.observe_usage,
             ),
             observer=_Watch(self.decider, self.metrics_registry),
+            pacer=self.transport.pace,
         )
         host, _, port = config.admin.address.rpartition(":")
         queries = Queries(

@@ -34,6 +34,7 @@ from extproc.messages import Decider, HttpRequest, Immediate, Reply
 from extproc.reasons import Reason
 from extproc.session import Session
 from extproc.session_rules import Observer, SessionOptions, SessionRules
+from kvindex.pacer import Pacer
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,8 @@ class LoggingObserver(Observer):
 class ExtProcServer:
     """Serves ext_proc and gRPC health on one port.
 
-    await start() -> port; await drain(); await stop(). All on one event loop.
+    await start() -> port; await drain(); await stop(). All on one event loop. Exchanges go ahead of the thread that
+    the pacer paces.
     """
 
     def __init__(
@@ -108,8 +110,10 @@ class ExtProcServer:
         options: ServerOptions | None = None,
         session_options: SessionOptions | None = None,
         observer: Observer | None = None,
+        pacer: Pacer | None = None,
     ) -> None:
         self.options = options or ServerOptions()
+        self.pacer = pacer or Pacer()
         self.port = 0
         self._decider = decider
         self._observer = observer or LoggingObserver()
@@ -137,7 +141,7 @@ class ExtProcServer:
         if options.keep_freed_bytes:
             keep_freed_memory(options.keep_freed_bytes)
         server = grpc.aio.server(options=_channel_options(options))
-        server.add_generic_rpc_handlers((_Routes(self._process, self._health),))
+        server.add_generic_rpc_handlers((_Routes(self._exchange, self._health),))
         await self._health.set(LIVENESS, _SERVING)
         await self.set_ready(ready)
         credentials = None if options.tls is None else _credentials(options.tls)
@@ -187,8 +191,10 @@ class ExtProcServer:
         for name in READINESS:
             await self._health.set(name, _SERVING if serving else _NOT_SERVING)
 
-    async def _process(self, _requests: object, context: Any) -> None:
-        """One exchange."""
+    async def _exchange(self, _requests: object, context: Any) -> None:
+        await self.pacer.ahead(self._process(context))
+
+    async def _process(self, context: Any) -> None:
         session = Session(self._rules)
         read, write, encode = context.read, context.write, self._encoder.encode
         self._sessions += 1

@@ -25,7 +25,8 @@ class TransportOptions:
     heartbeat_interval    ZMTP ping, answered by the engine's I/O thread; 0 = off
     heartbeat_timeout     silence after a ping that ends the connection; also the limit for a handshake
     keepalive_idle        TCP keepalive begins after so long; 0 = system default
-    work_budget, rest     after so much work the thread sleeps `rest`, so that requests get the interpreter
+    work_budget, rest     after so much work the thread sleeps `rest`, so that others get the interpreter
+    patience              longest time for which it lets requests go ahead before it works for work_budget again
     poll_timeout          longest wait for a socket
     """
 
@@ -38,8 +39,9 @@ class TransportOptions:
     heartbeat_interval: float = 10.0
     heartbeat_timeout: float = 30.0
     keepalive_idle: float = 30.0
-    work_budget: float = 0.0005
+    work_budget: float = 0.001
     rest: float = 0.0001
+    patience: float = 0.002
     poll_timeout: float = 1.0
 
     def __post_init__(self) -> None:

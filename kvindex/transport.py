@@ -119,7 +119,7 @@ class EventTransport:
 
     def __init__(self, options: TransportOptions | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.options = options or TransportOptions()
-        self.pace = Pacer(self.options.work_budget, self.options.rest)
+        self.pace = Pacer(self.options.work_budget, self.options.rest, self.options.patience)
         self.faults = 0
         self._clock = clock
         self._thread: threading.Thread | None = None

@@ -159,11 +159,11 @@ class Stack:
     def wait_routing(self) -> None:
         """Until Envoy asks a kvcar that was started again, and kvcar follows every engine's events.
 
-        Envoy may still believe what it knew before, as a quick restart can come between two health checks; and its
-        workers learn up to a second later than its statistics (update_merge_window). So each member has to pass two.
+        Envoy may still believe what it knew before, as a quick restart can come between two health checks. So each
+        member has to pass one more.
         """
         members = self._count * self._workers
-        self.envoy.wait_checked("extproc", 2 * members)
+        self.envoy.wait_checked("extproc", members)
         self.envoy.wait_healthy("extproc", members)
         self.settle()
 

@@ -111,13 +111,19 @@ def direct_cluster(options: EnvoyOptions) -> cluster.Cluster:
 
 
 def ext_proc_cluster(options: EnvoyOptions) -> cluster.Cluster:
-    """kvcar itself: HTTP/2, its own gRPC health check, no panic routing."""
+    """kvcar itself: HTTP/2, its own gRPC health check, no panic routing.
+
+    Envoy's workers learn of changes of health in batches of a second (update_merge_window) unless told otherwise: a
+    kvcar that was just started again would not be asked that long. One or a few hosts make no batches.
+    """
     result = cluster.Cluster(
         name=EXT_PROC,
         type=_discovery(options.ext_proc),
         connect_timeout=seconds(0.25),
         circuit_breakers=_breakers(options.max_requests, max_retries=100),
-        common_lb_config=cluster.ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0)),
+        common_lb_config=cluster.ClusterCommonLbConfig(
+            healthy_panic_threshold=Percent(value=0), update_merge_window=seconds(0)
+        ),
         health_checks=[_health_check(1, grpc=core.HealthCheckGrpcHealthCheck(service_name=EXT_PROC_SERVICE))],
         typed_extension_protocol_options=_http2(
             core.Http2ProtocolOptions(

@@ -261,10 +261,29 @@ async def test_reset_between_two_calls_ends_like_a_cancellation() -> None:
     """grpc would log anything else as an error of the handler."""
     async with serving() as peer:
         with pytest.raises(asyncio.CancelledError):
-            await peer.server._process(None, ResetPeer())
+            await peer.server._process(ResetPeer())
         await peer.quiet()
         assert len(peer.decider.tickets) == 1
         assert peer.observer.faults == []
+
+
+async def test_event_work_gives_way_while_a_request_is_decided() -> None:
+    """And only then: not while one waits for somebody else, nor once it has its answer."""
+    async with serving() as peer:
+        pacer = peer.server.pacer
+        asked: list[bool] = []
+        peer.decider.outcome = lambda ticket: asked.append(pacer.requested) or Outcome((A, B), ticket=ticket)
+        may = asyncio.Event()
+        peer.decider.gate = may.wait
+        async with peer.stream() as stream:
+            await stream.ask(request_headers(modes=BUFFERED_MODES))
+            asking = asyncio.ensure_future(stream.ask(request_body(BODY)))
+            await until(lambda: bool(peer.decider.requests))
+            assert not pacer.requested
+            may.set()
+            await asking
+        assert asked == [True]
+        assert not pacer.requested
 
 
 async def test_fault_of_our_own_ends_only_its_stream(

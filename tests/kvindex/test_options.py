@@ -1,4 +1,4 @@
-"""Transport options, AIBrix's environment variables, the time budget."""
+"""Transport options and AIBrix's environment variables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 from kvindex.errors import ConfigurationError
 from kvindex.options import TransportOptions, from_environment, parse_duration
-from kvindex.pacer import Pacer
 from kvindex.sync import SyncLimits
 
 
@@ -70,23 +69,3 @@ def test_environment_of_aibrix() -> None:
 def test_impossible_options(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
         TransportOptions(**wrong)  # type: ignore[arg-type]
-
-
-def test_pacer_rests_after_each_budget_of_work() -> None:
-    now, slept = [0.0], []
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        now[0] += seconds
-
-    pacer = Pacer(0.5, 0.1, clock=lambda: now[0], sleep=sleep)
-    for _ in range(100):  # 10 s of work in steps of 0.1 s
-        now[0] += 0.1
-        pacer()
-    assert slept == [0.1] * pacer.rests
-    assert 17 <= pacer.rests <= 20
-    now[0] += 0.45
-    pacer.rested()
-    now[0] += 0.4
-    pacer()
-    assert 17 <= pacer.rests <= 20, "waiting for something else was a rest too"
