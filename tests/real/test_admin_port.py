@@ -60,7 +60,7 @@ def test_answers_are_as_described_and_never_500(kvcar: KvcarProcess) -> None:
     for operation in operations:
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
 
-            @settings(max_examples=8, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+            @settings(max_examples=4, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
                       suppress_health_check=list(HealthCheck))  # fmt: skip
             @given(case=operation.as_strategy(generation_mode=mode))
             def ask(case: schemathesis.Case) -> None:

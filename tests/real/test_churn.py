@@ -1,6 +1,6 @@
 """64 engines join, leave, restart and change roles at random under traffic through Envoy; nobody notices.
 
-    seconds of churn: KVCAR_CHURN_SECONDS (default 12; the long run is 60)
+    seconds of churn: KVCAR_CHURN_SECONDS (default 8; the long run is 60)
 
 The engines live in this process, in the test's own event loop; kvcar (discovery: file, endpoints_file) and Envoy (EDS
 file) are real processes.
@@ -33,7 +33,7 @@ from tests.real.harness import TOKENIZER, Answer, Client, EnvoyProcess, KvcarPro
 pytestmark = pytest.mark.real
 
 ENGINES = 64
-SECONDS = float(os.environ.get("KVCAR_CHURN_SECONDS", "12"))
+SECONDS = float(os.environ.get("KVCAR_CHURN_SECONDS", "8"))
 CONVERSATIONS = 8
 BLOCK = 16
 
