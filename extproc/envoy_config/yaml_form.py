@@ -221,6 +221,6 @@ COMMENTS: Comments = {
     ("selected_host_key",): "the host really used, after retries and fallback",
     ("ignore_health_on_host_removal",): "without it a removed host stays routable while it passes its check",
     ("path_config_source",): "must exist at start; replace it by rename() into the watched directory",
-    ("update_merge_window",): "a kvcar that was started again is asked at once, not up to 1 s later",
+    ("update_merge_window",): "a kvcar that was started again is asked once it passes its check, not up to 1 s after",
     ("healthy_panic_threshold",): "NOT_SERVING everywhere: fail open at once instead of panic routing",
 }
