@@ -51,6 +51,9 @@ class TransportOptions:
         for name in ("reconnect_initial", "heartbeat_timeout", "work_budget", "poll_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigurationError(f"{name} {getattr(self, name)} s must be above 0")
+        for name in ("rest", "patience"):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"{name} {getattr(self, name)} s must be 0 or more")
         if self.reconnect_max < self.reconnect_initial:
             raise ConfigurationError(
                 f"reconnect_max {self.reconnect_max} s is below reconnect_initial {self.reconnect_initial} s"

@@ -113,8 +113,8 @@ def direct_cluster(options: EnvoyOptions) -> cluster.Cluster:
 def ext_proc_cluster(options: EnvoyOptions) -> cluster.Cluster:
     """kvcar itself: HTTP/2, its own gRPC health check, no panic routing.
 
-    Envoy's workers learn of changes of health in batches of a second (update_merge_window) unless told otherwise: a
-    kvcar that was just started again would not be asked that long. One or a few hosts make no batches.
+    Unless told otherwise Envoy's workers may learn of a change of health a second late, with others of that second
+    (update_merge_window): a kvcar that is back would wait that long besides its check. A few hosts need no merging.
     """
     result = cluster.Cluster(
         name=EXT_PROC,

@@ -109,6 +109,11 @@ async def running(pool: Json) -> AsyncIterator[Running]:
         await app.stop()
 
 
+async def test_exchanges_go_ahead_of_the_thread_of_this_app() -> None:
+    async with running(next(iter(POOLS.values()))) as it:
+        assert it.app._server.pacer is it.app.transport.pace
+
+
 @pytest.mark.parametrize("pool", POOLS, ids=lambda pool: pool.__name__)
 async def test_every_rule(pool: Callable[[], Any]) -> None:
     rules = [rule for rule in RULES if rule.pool is pool and rule.decider is PoolDecider]

@@ -64,6 +64,8 @@ def test_environment_of_aibrix() -> None:
         {"reconnect_initial": 5.0, "reconnect_max": 1.0},
         {"poll_timeout": 0.0},
         {"work_budget": 0.0},
+        {"rest": -0.001},
+        {"patience": -0.001},
     ],
 )
 def test_impossible_options(wrong: dict[str, float]) -> None:
