@@ -159,6 +159,7 @@ def check(config_path: Path, as_json: bool) -> None:
             click.echo(f"  discovery {source.type} {where}".rstrip())
         if not mine:
             click.echo("  no static instances" if pool.discovery else "  no instances, and no discovery to find any")
+    click.echo(f"\nNothing was contacted: `kvcar doctor -c {config_path}` does that.")
 
 
 _WHERE = ("path", "name", "service", "selector")

@@ -460,6 +460,7 @@ def parse_as(kind: type[Tree], text: str, name: str, *, needs: str) -> Tree:
     except ValidationError as error:
         # pydantic counts items with errors as missing: that a list is too short then is no mistake of its own
         found = [item for item in error.errors() if not (item["type"] == "too_short" and item["input"])]
+        found.sort(key=lambda item: item["type"] == "missing")  # a key that is misspelt is missing too: the cause first
         raise ConfigError("\n".join(_line(kind, name, node, item) for item in found)) from None
 
 

@@ -16,17 +16,17 @@ class ConfigError(Exception):
 
 
 def _listen_address(value: Any) -> str:
-    return _address(value, "127.0.0.1:9002", "names are not looked up; 127.0.0.1: this machine only, 0.0.0.0: all")
+    return _address(value, "127.0.0.1:9002", "names are not looked up; 127.0.0.1: this machine only, 0.0.0.0: all", 0)
 
 
-def _address(value: Any, example: str, why_no_name: str) -> str:
+def _address(value: Any, example: str, why_no_name: str, least: int) -> str:
     """'ip:port' or '[ipv6]:port'; raises ValueError that says what is allowed, and why a host name is not."""
     if not isinstance(value, str):
         raise ValueError(f'must be ip:port in quotes, such as "{example}"')
     text = value
     host, colon, port = text.rpartition(":")
-    if not colon or not port.isascii() or not port.isdigit() or not 0 <= int(port) <= 65535:
-        raise ValueError(f"must be ip:port with a port of 0 to 65535, such as {example} or [::1]:8000")
+    if not colon or not port.isascii() or not port.isdigit() or not least <= int(port) <= 65535:
+        raise ValueError(f"must be ip:port with a port of {least} to 65535, such as {example} or [::1]:8000")
     try:
         parsed = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
@@ -37,11 +37,8 @@ def _address(value: Any, example: str, why_no_name: str) -> str:
 
 
 def _engine_address(value: Any) -> str:
-    text = _address(value, "10.0.0.1:8000", "Envoy compares addresses, a host name never matches")
-    host, _, port = text.rpartition(":")
-    if int(port) == 0:
-        raise ValueError("the port of an engine must be 1 to 65535")
-    if ipaddress.ip_address(host.strip("[]")).is_unspecified:
+    text = _address(value, "10.0.0.1:8000", "Envoy compares addresses, a host name never matches", 1)
+    if ipaddress.ip_address(text.rpartition(":")[0].strip("[]")).is_unspecified:
         raise ValueError("must be the address that Envoy connects to, not a wildcard")
     return text
 

@@ -51,6 +51,8 @@ def query(
             fail(f"--request: no JSON ({error})")
         if not isinstance(body, dict):
             fail("--request: the body is no object")
+    if model is None and len(config.pools) == 1 and "model" not in body:
+        model = config.pools[0].models[0]  # the answer of one pool tells more than xLLM's of all: the disk tier
     if model is not None:
         body["model"] = model
     tls = config.admin.tls

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from extproc.envoy_config.clusters import clusters
-from extproc.envoy_config.complete import bootstrap
+from extproc.envoy_config.complete import access_log, bootstrap
 from extproc.envoy_config.filters import early_header_mutation, http_filters
 from extproc.envoy_config.options import EnvoyOptions, Routing
 from extproc.envoy_config.routes import routes
@@ -29,6 +29,7 @@ _FRAGMENTS: Mapping[Part, Callable[[EnvoyOptions], dict[str, Any]]] = {
     Part.CLUSTERS: lambda options: {"clusters": plain(clusters(options))},
     Part.LISTENER: lambda options: {
         "early_header_mutation_extensions": plain([early_header_mutation(options)]),
+        **({"access_log": plain([access_log(options.access_log)])} if options.access_log else {}),
     },
     Part.FILTER: lambda options: {"http_filters": plain(http_filters(options))},
     Part.ROUTES: lambda options: {"routes": plain(routes(options))},

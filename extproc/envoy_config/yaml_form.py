@@ -164,6 +164,10 @@ PLACES: Comments = {
         "Into the HttpConnectionManager. A client can never pin an engine, a rank or a prefill peer: with fail-open\n"
         "its own copy of a header would survive an outage of kvcar."
     ),
+    ("access_log",): (
+        "Into the HttpConnectionManager: what kvcar decided, who served, what it cost. Where there is a log already,\n"
+        "take over the fields."
+    ),
     ("path_config_source",): (
         "Must exist at start; replace it by rename() into the watched directory. Envoy's bootstrap needs\n"
         "`node: {id: ..., cluster: ...}` for it."

@@ -3,7 +3,7 @@
     python -m tests.bench.bench_beside [--rounds N]
 
 In this process: the event loop takes a late turn of a 4k-token chat from body to scores (parse, template, tokens, keys,
-look-up) every 10 ms, the transport's thread follows a publisher in a process of its own, of the lowest priority as it
+look-up) every 10 ms, the transport's thread follows a publisher in a process of its own, which gets only idle cores as it
 stands for other machines. Latency counts from the moment a request was due, so that a wake-up that comes late counts,
 and a request that comes late makes no queue. Kinds of load take turns; the p99 is that of the median round.
 
@@ -150,16 +150,16 @@ class _publishing:
     def __enter__(self) -> None:
         if not self._arguments:
             return
-        endpoint = self._start("publish_events", *self._arguments, priority=19)
+        endpoint = self._start("publish_events", *self._arguments, "--idle")
         if self._elsewhere:
             self._start("bench_beside", "--follow", endpoint)
         else:
             self._directory.update(followed(self._base, endpoint))
             wait_for(lambda: sum(list(applied(self._directory))[1:]) > 0, "the first events")
 
-    def _start(self, module: str, *arguments: str, priority: int = 0) -> str:
+    def _start(self, module: str, *arguments: str) -> str:
         """Its first line."""
-        command = ["nice", "-n", str(priority), sys.executable, "-m", f"tests.bench.{module}", *arguments]
+        command = [sys.executable, "-m", f"tests.bench.{module}", *arguments]
         process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._processes.append(process)
         assert process.stdout is not None

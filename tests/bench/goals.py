@@ -84,13 +84,13 @@ GOALS = (
         "No token is encoded again: JSON, the template and finding the segments are left, all linear in the bytes.",
     ),
     Goal(
-        "request p99 at 200k blocks/s against no events", r"^request p99 beside 200k blocks/s$", 1.5, 1.1,
+        "request p99 at 200k blocks/s against no events", r"^request p99 beside 200k blocks/s against ", 1.5, 1.1,
         "One interpreter lock: a request that comes in waits 0.5 ms at most until the event thread hands it over, "
         "then goes ahead of it. The rest is the machine's: see the row of the same events followed by another process, "
         "where only two cores and their caches are shared with publisher and follower.",
     ),
     Goal(
-        "request p99 during 8 MiB snapshots against no events", r"^request p99 beside .*snapshot a second$", 1.5, 1.1,
+        "request p99 during 8 MiB snapshots against no events", r"^request p99 beside .*snapshot a second against ", 1.5, 1.1,
         "As at 200k blocks/s: a snapshot is applied in the same slices, and receiving 8 MiB is one copy in "
         "libzmq's own thread.",
     ),

@@ -1,15 +1,18 @@
 """A publisher of KV events at a rate, as a process of its own.
 
-    python -m tests.bench.publish_events BLOCKS_PER_SECOND [--snapshots PER_SECOND]
+    python -m tests.bench.publish_events BLOCKS_PER_SECOND [--snapshots PER_SECOND] [--idle]
 
 Prints its endpoint, waits for a subscriber, and sends until its input ends: stored events of 16 blocks, eight a
 message, and after a while the removal of the same, so that a follower's index keeps its size. --snapshots sends
-messages of 8 MiB in between: one batch of some 6,000 stored events, and next time their removal.
+messages of 8 MiB in between: one batch of some 6,000 stored events, and next time their removal. --idle: it stands for
+other machines, and takes only what nobody here wants of the cores (SCHED_IDLE: behind a core that a process of nice 19
+holds, whoever wakes up waits for milliseconds).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import select
 import struct
@@ -68,7 +71,10 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("rate", type=float)
     arguments.add_argument("--snapshots", type=float, default=0.0)
+    arguments.add_argument("--idle", action="store_true")
     given = arguments.parse_args()
+    if given.idle:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     blocks = PER_MESSAGE * EVENT
     stored = Batch(RING * blocks, PER_MESSAGE, 3).payloads
     messages = cycle([*stored, *(removal(one) for one in reversed(stored))])

@@ -103,6 +103,8 @@ BAD = [
     ),
     (GOOD.replace("10.0.0.1:8000", "10.0.0.1"), ["pools[0].instances[0].address", "ip:port"]),
     (GOOD.replace("10.0.0.1:8000", "10.0.0.1:99999"), ["pools[0].instances[0].address", "65535"]),
+    (GOOD.replace("10.0.0.1:8000", "10.0.0.1:0"), ["pools[0].instances[0].address", "a port of 1 to 65535"]),
+    ("listen: {address: '1.2.3.4:x'}\n" + GOOD, ["listen.address", "a port of 0 to 65535"]),
     (GOOD.replace("10.0.0.1:8000", "0.0.0.0:8000"), ["pools[0].instances[0].address", "wildcard"]),
     (GOOD.replace("10.0.0.1:8000", "::1:8000"), ["brackets"]),
     (GOOD.replace("[m]", "m"), ["pools[0].models", "must be a list", "'m'"]),
@@ -137,6 +139,14 @@ def test_every_mistake_is_told_at_once() -> None:
     with pytest.raises(config.ConfigError) as caught:
         config.parse(pool("block_size: 0\ndp: max"), "c.yaml")
     assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_misspelt_key_is_told_before_what_it_leaves_missing() -> None:
+    with pytest.raises(config.ConfigError) as caught:
+        config.parse(GOOD.replace("tokenizer:", "tokeniser:"), "c.yaml")
+    first, second = str(caught.value).splitlines()
+    assert "pools[0].tokeniser: unknown key, did you mean 'tokenizer'?" in first
+    assert "pools[0].tokenizer" in second and "required" in second
 
 
 def test_good() -> None:

@@ -143,6 +143,7 @@ def test_fragments_merge_into_an_existing_envoy(tmp_path: Path) -> None:
     manager = existing["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
     existing["static_resources"]["clusters"] += pieces["clusters"]
     manager["early_header_mutation_extensions"] = pieces["early_header_mutation_extensions"]
+    manager["access_log"] = pieces["access_log"]
     manager["http_filters"][-1:-1] = pieces["http_filters"]
     manager["route_config"]["virtual_hosts"][0]["routes"][:0] = pieces["routes"]
     validate(yaml.safe_dump(existing), tmp_path)
@@ -151,6 +152,9 @@ def test_fragments_merge_into_an_existing_envoy(tmp_path: Path) -> None:
         alone = as_dict(EnvoyOptions(engines=ENGINES), part)
         assert alone == {key: pieces[key] for key in alone}
     assert all(place in text for place in ("static_resources.clusters", "before envoy.filters.http.router"))
+    whole = as_dict(EnvoyOptions(engines=ENGINES))["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]
+    assert pieces["access_log"] == whole["typed_config"]["access_log"]
+    assert "access_log" not in as_dict(EnvoyOptions(engines=ENGINES, access_log=None), Part.FRAGMENT)
 
 
 def test_local_yaml_is_current() -> None:

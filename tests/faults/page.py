@@ -11,6 +11,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,17 @@ HEAD = """\
 # Reliability
 
 What clients saw of each fault through a real Envoy, and how long it took until everything was right again. Generated
-by `make faults` ({machine}, {date}). Every row is a test in `tests/faults/` that fails when a request does.
+by `make faults` ({machine}, {date}). Every row is a test in `tests/faults/`; it fails when *failed* is not 0.
 Each ran under steady traffic of small chats (four or more conversations at a time, half of the answers streamed) with
 three emulated engines; clients, Envoy, engines and kvcar had the same cores, so compare latencies within a row only.
 
-- **failed**: requests that were not answered with 200 and completely, without those in the next column.
-- **lost with it**: failed ones that the engine which died, or the gateway which went away, was serving; with full
-  duplex bodies also those that came before Envoy noticed that kvcar had gone.
-- **usual, during, worst**: latency before the fault (median), while it lasted and healed (median, slowest). An answer
-  of a hung engine takes as long as the engine hangs; that is in *worst*.
+- **requests**: those that ended while the fault lasted and healed, one way or the other.
+- **lost with it**: of these, not answered with 200 and completely, as must be expected: what the engine that died, or
+  the gateway that went away, was serving; with full duplex bodies also what came before Envoy noticed that kvcar had
+  gone.
+- **failed**: of these, not answered with 200 and completely for any other reason.
+- **usual, during, worst**: latency before the fault (median), while it lasted and healed (median, slowest), of what was
+  answered. An answer of a hung engine takes as long as the engine hangs; that is in *worst*.
 - **recovered in**: from the moment the cause was gone until the named state was reached; where a process had to be
   started, its start is in it.
 
@@ -48,9 +51,7 @@ that is not the engine's truth, and when memory, threads, sockets, descriptors o
 
 SOAK_RUN = """
 The last run, {minutes:.0f} minutes: {requests:,} requests, none failed, besides {aborted:,} aborted by their clients;
-{done}. At the end kvcar's views were equal to what the engines held, block by block ({complete} of {views} views knew
-themselves to be complete; the others may lack blocks, and had none too many). What the kvcar that lived through all of
-it held, each time with the same number of engines:
+{done}. At the end {agreed}. What the kvcar that lived through all of it held, each time with the same number of engines:
 
 | after | resident | threads | descriptors | sockets | metric series |
 |---|---|---|---|---|---|
@@ -58,7 +59,7 @@ it held, each time with the same number of engines:
 SOAK_ROWS = 8
 
 COLUMNS = (
-    "fault", "what clients saw", "requests", "failed", "lost with it", "usual, during, worst", "recovered in",
+    "fault", "what clients saw", "requests", "lost with it", "failed", "usual, during, worst", "recovered in",
     "what recovered",
 )  # fmt: skip
 
@@ -101,7 +102,7 @@ class Recorder:
 
 
 def page(rows: list[dict[str, Any]], *, date: str) -> str:
-    load = max((row["load"] for row in rows), default=0.0)
+    load = max((row.get("load", 0.0) for row in rows), default=0.0)
     text = HEAD.format(machine=f"{os.cpu_count()} cores, load average up to {load:.0f}", date=date)
     for group in GROUPS:
         chosen = [row for row in rows if row["group"] == group]
@@ -112,7 +113,7 @@ def page(rows: list[dict[str, Any]], *, date: str) -> str:
             latency = f"{row['usual']:.0f}, {row['median']:.0f}, {row['worst']:.0f} ms" if row["worst"] else "-"
             seconds = "-" if row["seconds"] is None else f"{row['seconds']:.1f} s"
             text += (
-                f"| {row['fault']} | {row['saw']} | {row['requests']} | {row['failed']} | {row['excused']} | {latency} "
+                f"| {row['fault']} | {row['saw']} | {row['requests']} | {row['excused']} | {row['failed']} | {latency} "
                 f"| {seconds} | {row['recovered']} |\n"
             )
     return text + SOAK
@@ -120,7 +121,14 @@ def page(rows: list[dict[str, Any]], *, date: str) -> str:
 
 def soak_part(figures: dict[str, Any]) -> str:
     done = ", ".join(f"{count:,} x {kind}" for kind, count in sorted(figures["done"].items()))
-    text = SOAK_RUN.format(**{**figures, "minutes": figures["seconds"] / 60, "done": done})
+    views, complete = figures["views"], figures["complete"]
+    agreed = f"all {views} views of kvcar were complete and equal to what the engines held, block by block"
+    if complete < views:
+        agreed = (
+            f"{complete} of {views} views of kvcar were complete and equal to what the engines held, block by block; the "
+            "others knew that they might lack blocks, and had none too many"
+        )
+    text = SOAK_RUN.format(**{**figures, "minutes": figures["seconds"] / 60, "done": done, "agreed": agreed})
     held = figures["held"]
     step = max(1, math.ceil((len(held) - 1) / SOAK_ROWS))
     for row in [*held[:-1:step], held[-1]]:
@@ -131,10 +139,10 @@ def soak_part(figures: dict[str, Any]) -> str:
     return text
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     import datetime
 
-    path, soak, target = map(Path, sys.argv[1:])
+    path, soak, target = map(Path, arguments)
     # A test that ran twice tells its latest figures.
     rows = {row["fault"]: row for row in map(json.loads, path.read_text("utf-8").splitlines())}
     date = datetime.date.fromtimestamp(path.stat().st_mtime)
@@ -145,4 +153,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -461,9 +461,7 @@ class Merged(EnvoyProcess):
         manager["early_header_mutation_extensions"] = pieces["early_header_mutation_extensions"]
         manager["http_filters"][-1:-1] = pieces["http_filters"]
         manager["route_config"]["virtual_hosts"][0]["routes"][:0] = pieces["routes"]
-        if options.access_log is not None:
-            whole = as_dict(options)["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]
-            manager["access_log"] = whole["typed_config"]["access_log"]
+        manager["access_log"] = pieces.get("access_log", [])
         listener["address"] = data["admin"] = {"address": {"socket_address": {"address": "127.0.0.1", "port_value": 0}}}
         listener["address"] = listener["address"]["address"]
         if options.engines_file is not None:
