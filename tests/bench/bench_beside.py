@@ -2,10 +2,11 @@
 
     python -m tests.bench.bench_beside [--rounds N]
 
-In this process: the event loop takes a late turn of a 4k-token chat from body to scores (parse, template, tokens, keys,
-look-up) every 10 ms, the transport's thread follows a publisher in a process of its own, which gets only idle cores as it
-stands for other machines. Latency counts from the moment a request was due, so that a wake-up that comes late counts,
-and a request that comes late makes no queue. Kinds of load take turns; the p99 is that of the median round.
+In this process: the event loop takes a late turn of a 4k-token chat from body to scores (parse, template, tokens,
+keys, look-up) every 10 ms, the transport's thread follows a publisher in a process of its own, which gets only idle
+cores as it stands for other machines. Latency counts from the moment a request was due, so that a wake-up that comes
+late counts, and a request that comes late makes no queue. Kinds of load take turns; the p99 is that of the median
+round.
 
 The limit of the machine stands beside it: the same events followed by another process, with an interpreter of its own,
 so that only the cores, their caches and the memory are shared.

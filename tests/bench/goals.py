@@ -90,7 +90,8 @@ GOALS = (
         "where only two cores and their caches are shared with publisher and follower.",
     ),
     Goal(
-        "request p99 during 8 MiB snapshots against no events", r"^request p99 beside .*snapshot a second against ", 1.5, 1.1,
+        "request p99 during 8 MiB snapshots against no events", r"^request p99 beside .*snapshot a second against ",
+        1.5, 1.1,
         "As at 200k blocks/s: a snapshot is applied in the same slices, and receiving 8 MiB is one copy in "
         "libzmq's own thread.",
     ),

@@ -146,7 +146,8 @@ def test_a_misspelt_key_is_told_before_what_it_leaves_missing() -> None:
         config.parse(GOOD.replace("tokenizer:", "tokeniser:"), "c.yaml")
     first, second = str(caught.value).splitlines()
     assert "pools[0].tokeniser: unknown key, did you mean 'tokenizer'?" in first
-    assert "pools[0].tokenizer" in second and "required" in second
+    assert "pools[0].tokenizer" in second
+    assert "required" in second
 
 
 def test_good() -> None:

@@ -21,9 +21,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from extproc import wire
+from extproc import app, conductor, wire
 from extproc.server import ExtProcServer, LoggingObserver, ServerError, ServerOptions, TlsOptions
 from extproc.session_rules import SessionOptions
+from kvindex.pacer import SWITCH_INTERVAL
 from tests.extproc.gateway_model import BUFFERED, request_body, request_headers, response_headers
 from tests.extproc.grpc_peer import DEADLINE, Peer, Tickets, serving, until
 
@@ -299,6 +300,26 @@ def test_faults_are_logged_without_their_text(caplog: pytest.LogCaptureFixture) 
     assert "decider raised ValueError at test_server_life.py:" in caplog.text
     assert "prompt" not in caplog.text
     assert "malformed message" in caplog.text
+
+
+@pytest.mark.parametrize("program", ["serve", "conductor"])
+def test_event_threads_hand_over_soon(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own 5 ms would be added to each request that meets an event."""
+    seen: list[float] = []
+
+    async def served(*_: Any, **__: Any) -> None:
+        seen.append(sys.getswitchinterval())
+
+    before = sys.getswitchinterval()
+    try:
+        if program == "serve":
+            app.run_in_loop(served())
+        else:
+            monkeypatch.setattr(conductor, "serve", served)
+            conductor.run(conductor.ConductorOptions(), lambda _: None)
+    finally:
+        sys.setswitchinterval(before)
+    assert seen == [pytest.approx(SWITCH_INTERVAL)]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc's malloc")

@@ -51,7 +51,8 @@ that is not the engine's truth, and when memory, threads, sockets, descriptors o
 
 SOAK_RUN = """
 The last run, {minutes:.0f} minutes: {requests:,} requests, none failed, besides {aborted:,} aborted by their clients;
-{done}. At the end {agreed}. What the kvcar that lived through all of it held, each time with the same number of engines:
+{done}. At the end {agreed}. What the kvcar that lived through all of it held, each time with the same number
+of engines:
 
 | after | resident | threads | descriptors | sockets | metric series |
 |---|---|---|---|---|---|
@@ -125,8 +126,8 @@ def soak_part(figures: dict[str, Any]) -> str:
     agreed = f"all {views} views of kvcar were complete and equal to what the engines held, block by block"
     if complete < views:
         agreed = (
-            f"{complete} of {views} views of kvcar were complete and equal to what the engines held, block by block; the "
-            "others knew that they might lack blocks, and had none too many"
+            f"{complete} of {views} views of kvcar were complete and equal to what the engines held, block by block; "
+            "the others knew that they might lack blocks, and had none too many"
         )
     text = SOAK_RUN.format(**{**figures, "minutes": figures["seconds"] / 60, "done": done, "agreed": agreed})
     held = figures["held"]

@@ -84,7 +84,8 @@ def test_a_request_is_answered_as_the_engine_would(
     assert line.split()[1:5] == ["0", str(expected), str(expected), "0"]
     assert "river" not in shown.output
     status = query(kvcar)
-    assert "synchronized" in status.output and "disk" in status.output
+    assert "synchronized" in status.output
+    assert "disk" in status.output
     other = query(kvcar, "--request", str(request), "--model", "no-such-model")
     assert (other.exit_code, "no pool serves 'no-such-model'" in other.output) == (1, True)
 
