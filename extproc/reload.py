@@ -13,7 +13,7 @@ from extproc.config import Config, ConfigError, Pool, load, pair_headers
 log = logging.getLogger(__name__)
 
 FIXED = ("listen", "admin", "startup", "reload", "replicas", "trace", "tracing", "paths", "headers", "limits", "events")
-"""Sections that take effect at start only. `pools` and `log` apply at once."""
+"""Sections that take effect at start only. `pools` and `log.level` apply at once."""
 
 SOURCES = ("instances", "discovery")
 
@@ -36,6 +36,9 @@ def applicable(old: Config, new: Config) -> tuple[Config, list[str]]:
     """
     waiting = [name for name in FIXED if getattr(old, name) != getattr(new, name)]
     found = new.model_copy(update={name: getattr(old, name) for name in waiting})
+    if new.log.format != old.log.format:
+        waiting.append("log.format")
+        found = found.model_copy(update={"log": new.log.model_copy(update={"format": old.log.format})})
     unknown = set(pair_headers(found)) - {old.headers.rank, old.headers.prefill, *pair_headers(old)}
     if unknown:
         raise ConfigError(f"pools: the pair headers {', '.join(sorted(unknown))} are new: restart kvcar to use them")

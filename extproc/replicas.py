@@ -97,6 +97,10 @@ class Replicas:
             else:
                 pause = min(LONGEST_PAUSE, 2 * self._next.get(key, (0.0, FIRST_PAUSE / 2))[1])
                 self._next[key] = (time.monotonic() + pause, pause)
+                news = self.refused.get(name) != reason
+                log.log(
+                    logging.INFO if news else logging.DEBUG, "stream %s/%d: no view from a peer: %s", *name[1:], reason
+                )
                 self.refused[name] = reason
 
     async def close(self) -> None:
@@ -131,7 +135,6 @@ class Replicas:
                 self.taken += 1
                 log.info("stream %s/%d: %d blocks taken over from %s", instance, rank, count, address)
                 return None
-        log.debug("stream %s/%d: no view from a peer: %s", instance, rank, reason)
         return reason
 
     async def _ask(self, address: str, host: str, query: dict[str, str]) -> bytes:

@@ -203,7 +203,7 @@ COMMENTS: Comments = {
     ("failure_mode_allow=False",): "without kvcar requests fail with 500",
     ("message_timeout",): "kvcar's time for one message, tokenizing included",
     ("processing_mode", "request_body_mode=BUFFERED"): "never reach it by mode_override: large bodies hang",
-    ("processing_mode", "response_header_mode"): "status, time to first byte, served host",
+    ("processing_mode", "response_header_mode"): "status, served host, first byte of what is not streamed",
     (
         "processing_mode",
         "response_trailer_mode",

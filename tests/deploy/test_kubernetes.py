@@ -270,6 +270,7 @@ def test_istio_gets_what_envoy_config_prints() -> None:
     assert theirs["HTTP_FILTER INSERT_BEFORE"] == ours["http_filters"][0]
     manager = theirs["NETWORK_FILTER MERGE"]["typed_config"]
     assert manager["early_header_mutation_extensions"] == ours["early_header_mutation_extensions"]
+    assert manager["access_log"] == ours["access_log"]
     merged = theirs["CLUSTER MERGE"]
     assert merged.pop("ignore_health_on_host_removal") is True
     assert merged.items() <= engines.items()

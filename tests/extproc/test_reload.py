@@ -164,3 +164,13 @@ def test_headers_that_the_server_has_to_know_from_the_start(
             applicable(old, load(site.path))
     else:
         assert applicable(old, load(site.path))[1] == list(more)
+
+
+def test_the_form_of_the_log_waits_for_the_next_start(tmp_path: Path) -> None:
+    site = Reloading(tmp_path)
+    site.write()
+    old = load(site.path)
+    site.tree["log"] = {"level": "debug", "format": "json"}
+    site.write()
+    found, waiting = applicable(old, load(site.path))
+    assert (found.log.level, found.log.format, waiting) == ("debug", "text", ["log.format"])

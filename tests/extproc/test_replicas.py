@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -99,13 +100,19 @@ async def test_what_a_peer_gives_is_refused_with_a_reason_and_not_asked_for_agai
     assert asked == 1
 
 
-async def test_no_peer_there() -> None:
+async def test_no_peer_there(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     pool = make_pool(engine("engine-a"))
     (stream,) = pool.directory._streams.values()
     stream.open()
     stream.link = UP
     replicas = Replicas(["http://127.0.0.1:1", "http://no-such-host.invalid:9003"], timeout=2.0)
     await replicas.warm([pool])
+    assert "stream engine-a/0: no view from a peer: http://127.0.0.1:1: ClientConnectorError" in caplog.text
+    caplog.clear()
+    replicas._next.clear()
+    await replicas.warm([pool])
+    assert "no view" not in caplog.text, "the same reason is told once"
     await replicas.close()
     assert "127.0.0.1:1" in replicas.refused["qwen", "engine-a", 0]
 
