@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import sys
 from pathlib import Path
 from subprocess import CalledProcessError
@@ -54,7 +56,7 @@ def test_goal(rows: list[dict[str, Any]], goal: str, ratio: float | None, ok: bo
 
 def test_every_goal_has_its_row() -> None:
     """A pattern that no benchmark's row fits would show the goal as not measured, for ever."""
-    names = [name.removesuffix("]").rsplit(" [", 1) for name in json.loads(check.REFERENCE.read_text("utf-8"))]
+    names = [name.removesuffix("]").rsplit(" [", 1) for name in check.read_reference()[1]]
     found = reached(GOALS, [row(name, 1.0, peer) for name, peer in names])
     assert [one["goal"] for one in found if one["ratio"] is None] == []
 
@@ -84,10 +86,12 @@ def test_what_never_got_above_zero_has_no_ratio() -> None:
     assert check.summary({"a": [0.0, 1.0], "b": [2.0, 4.0, 3.0]}) == {"b": {"ratio": 3.0, "spread": 2.0}}
 
 
+@pytest.mark.parametrize("machine", [check.machine(), "a mill"])
 @pytest.mark.parametrize(("ratios", "status"), [([1.0, 1.05, 1.1], 0), ([2.0, 2.1, 2.2], 1), ([0.5, 0.5, 0.5], 0)])
 def test_check_and_reference_from_end_to_end(
     ratios: list[float],
     status: int,
+    machine: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -97,9 +101,12 @@ def test_check_and_reference_from_end_to_end(
     monkeypatch.setattr(check, "run_alone", lambda _: [row("a", next(measured)), row("no peer", None)])
     monkeypatch.setattr(check, "REFERENCE", tmp_path / "reference.json")
     assert main(["--reference", "--only", "bench_index"]) == 0
-    assert json.loads(check.REFERENCE.read_text()) == {"a [RadixTree]": {"ratio": 1.05, "spread": 1.1}}
+    assert check.read_reference() == (check.machine(), {"a [RadixTree]": {"ratio": 1.05, "spread": 1.1}})
+    monkeypatch.setattr(check, "machine", lambda: machine)
     assert main(["--check", "--only", "bench_index"]) == status
-    assert f"1 rows, {status} worse" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"1 rows, {status} worse" in said
+    assert (f"another machine ({check.read_reference()[0]}; this one: a mill)" in said) == (machine == "a mill")
 
 
 @pytest.mark.parametrize(("failures", "status"), [(1, 0), (2, 1)])
@@ -121,11 +128,11 @@ def test_a_benchmark_that_fails_is_tried_once_more(
 
 def test_a_whole_reference_forgets_rows_that_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "REFERENCE", tmp_path / "reference.json")
-    check.REFERENCE.write_text(json.dumps({"gone [x]": {"ratio": 1.0, "spread": 1.0}}))
+    check.REFERENCE.write_text(json.dumps({"machine": "", "rows": {"gone [x]": {"ratio": 1.0, "spread": 1.0}}}))
     monkeypatch.setattr(check, "run_alone", lambda _: [row("a", 1.0)])
     for keep, rows in ((True, {"gone [x]", "a [RadixTree]"}), (False, {"a [RadixTree]"})):
         check.write_reference(["bench_index"], 1, keep=keep)
-        assert set(json.loads(check.REFERENCE.read_text())) == rows
+        assert set(check.read_reference()[1]) == rows
 
 
 def test_a_benchmark_that_fails_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,8 +167,22 @@ def test_routers_side_by_side() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n", "AMD EPYC, family 26, model 2, "),
+        ("processor\t: 0\nCPU part\t: 0xd0c\n", f"{platform.machine()}, "),  # as on ARM
+    ],
+)
+def test_machine(text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "CPUINFO", tmp_path / "cpuinfo")
+    check.CPUINFO.write_text(text)
+    assert check.machine() == f"{told}{os.cpu_count()} cores"
+
+
 def test_committed_reference() -> None:
-    reference = json.loads(check.REFERENCE.read_text(encoding="utf-8"))
+    machine, reference = check.read_reference()
+    assert machine
     assert reference
     assert all(one["ratio"] > 0 and one["spread"] >= 1 for one in reference.values())
 

@@ -2,13 +2,18 @@
 
 Every benchmark runs some times, each in a process of its own. Of a row count the median ratio and its spread (largest /
 smallest, as a factor). A row got worse when its median is over the reference by more than both spreads together, and by
-at least FLOOR. Only ratios are compared, so the machine may be another than the reference's. A row without a reference
-is told and counts as nothing.
+at least FLOOR. A row without a reference is told and counts as nothing.
+
+Ratios depend on the machine far less than times do, yet some do: what a peer's caller waits until an idle core has woken
+up was four fifths of a call on one machine and nothing on another. The reference names its machine; on another one
+write a reference of its own first (--reference), from the code as it was.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -22,6 +27,8 @@ from tests.bench.rows import Row, log
 REFERENCE = Path(__file__).with_name("reference.json")
 FLOOR = 1.15
 """Less than this factor is never called worse."""
+
+CPUINFO = Path("/proc/cpuinfo")
 
 Ratios = dict[str, list[float]]
 Reference = Mapping[str, Mapping[str, float]]
@@ -106,26 +113,39 @@ def write_reference(names: Sequence[str], times: int, *, keep: bool) -> int:
     """With `keep` the rows that these benchmarks do not have stay as they are. Exit status: 1 when one did not run."""
     ratios, failed = collect(names, times)
     found = summary(ratios)
-    merged = dict(sorted({**(read_reference() if keep or failed else {}), **found}.items()))
-    REFERENCE.write_text(json.dumps(merged, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    merged = dict(sorted({**(read_reference()[1] if keep or failed else {}), **found}.items()))
+    tree = {"machine": machine(), "rows": merged}
+    REFERENCE.write_text(json.dumps(tree, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"{len(found)} rows of {len(merged)} written to {REFERENCE.name}")
     return _told(failed)
 
 
-def read_reference() -> dict[str, dict[str, float]]:
-    """Empty without a file."""
-    found: dict[str, dict[str, float]] = json.loads(REFERENCE.read_text("utf-8")) if REFERENCE.exists() else {}
-    return found
+def read_reference() -> tuple[str, dict[str, dict[str, float]]]:
+    """(its machine, its rows); both empty without a file."""
+    found = json.loads(REFERENCE.read_text("utf-8")) if REFERENCE.exists() else {"machine": "", "rows": {}}
+    return found["machine"], found["rows"]
+
+
+def machine() -> str:
+    """The processor, as far as the kernel tells, and how many cores there are."""
+    text = CPUINFO.read_text("utf-8") if CPUINFO.exists() else ""
+    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
+    numbers = [f"{name} {told[key]}" for name, key in (("family", "cpu family"), ("model", "model")) if key in told]
+    return ", ".join([told.get("model name") or platform.machine(), *numbers, f"{os.cpu_count()} cores"])
 
 
 def check(names: Sequence[str], times: int) -> int:
     """Exit status: 1 when a row got worse, or a benchmark could not run."""
-    (ratios, failed), reference = collect(names, times), read_reference()
+    (ratios, failed), (theirs, reference) = collect(names, times), read_reference()
     for row in sorted(ratios.keys() - reference.keys()):
         print(f"no reference: {row}")
     worse = compare(ratios, reference)
     for one in worse:
         print(one)
+    if theirs != machine():
+        print(
+            f"the reference is of another machine ({theirs or 'not named'}; this one: {machine()}): see tests/bench/check.py"
+        )
     print(f"{len(ratios)} rows, {len(worse)} worse than {REFERENCE.name} by more than noise")
     return _told(failed) or int(bool(worse))
 
