@@ -4,9 +4,9 @@ Every benchmark runs some times, each in a process of its own. Of a row count th
 smallest, as a factor). A row got worse when its median is over the reference by more than both spreads together, and by
 at least FLOOR. A row without a reference is told and counts as nothing.
 
-Ratios depend on the machine far less than times do, yet some do: what a peer's caller waits until an idle core has woken
-up was four fifths of a call on one machine and nothing on another. The reference names its machine; on another one
-write a reference of its own first (--reference), from the code as it was.
+Ratios depend on the machine far less than times do, yet some do: what a peer's caller waits until an idle core has
+woken up was four fifths of a call on one machine and nothing on another. The reference names its machine; on another
+one write a reference of its own first (--reference), from the code as it was.
 """
 
 from __future__ import annotations
@@ -143,9 +143,8 @@ def check(names: Sequence[str], times: int) -> int:
     for one in worse:
         print(one)
     if theirs != machine():
-        print(
-            f"the reference is of another machine ({theirs or 'not named'}; this one: {machine()}): see tests/bench/check.py"
-        )
+        print(f"the reference is of another machine: {theirs or 'not named'}; this one: {machine()}")
+        print("what follows from that is told in tests/bench/check.py")
     print(f"{len(ratios)} rows, {len(worse)} worse than {REFERENCE.name} by more than noise")
     return _told(failed) or int(bool(worse))
 
