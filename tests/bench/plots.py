@@ -51,12 +51,13 @@ def _goals(report: Report) -> Any:
     figure, ((axes,),) = _figure(1, 0.5 + 0.32 * len(goals))
     shares = [one["ratio"] / one["reach"] for one in goals]
     axes.barh([one["goal"] for one in goals], shares, color=[OURS if one["ok"] else FLOOR for one in goals])
+    right = max(1.2, *shares)
     for number, one in enumerate(goals):
-        axes.text(shares[number], number, f" {one['ratio']:.3g} of {one['reach']:.3g}", va="center")
+        axes.text(right, number, f" {one['ratio']:.3g} of {one['reach']:.3g}", va="center")  # beside bars and marks
         if one["aim"]:
             axes.plot([one["aim"] / one["reach"]] * 2, [number - 0.4, number + 0.4], color="black", linewidth=1)
     axes.axvline(1, color="black", linewidth=1, linestyle=":")
-    axes.set_xlim(0, max(1.2, *shares) * 1.2)
+    axes.set_xlim(0, right)
     axes.set_xlabel("part of what is to be reached: 1 is the bound, the black mark the aim; less is better")
     return figure
 
@@ -130,7 +131,11 @@ def _find(rows: Sequence[Row]) -> Any:
                   label=f"{who}, {blocks} blocks")  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    engines = sorted({number for points in lines.values() for number, _ in points})
+    axes.set_xticks(engines, [str(number) for number in engines])
+    axes.set_yticks((10, 20, 50, 100, 200), ("10", "20", "50", "100", "200"))
+    axes.minorticks_off()
     axes.set_xlabel("engines")
-    axes.set_ylabel("us a full hit")
-    axes.legend()
+    axes.set_ylabel("us a full hit, waits included")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
