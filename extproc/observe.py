@@ -180,7 +180,7 @@ def add_families(metrics: Metrics, pools: Sequence[Pool], *, clock: Callable[[],
     metrics.add(
         Family(
             "kvcar_tokenizer_loaded",
-            "1 while prompts can be turned into tokens; 0: every request but those of token ids passes unscored.",
+            "1 while a tokenizer is loaded here; 0 without remote_tokenizer: all but token ids passes unscored.",
             ("pool",),
             lambda: (Sample((pool.name,), pool.tokenizer_loaded) for pool in pools),
         )
@@ -230,6 +230,16 @@ def add_families(metrics: Metrics, pools: Sequence[Pool], *, clock: Callable[[],
         )
     )
     metrics.add(Family("kvcar_instances", "Instances known, by state.", ("pool", "state"), instances))
+    metrics.add(
+        Family(
+            "kvcar_role_unreachable",
+            "1 while no instance of the role has answered since requests to it failed: all stay candidates.",
+            ("pool", "role"),
+            lambda: (
+                Sample((pool.name, role), not answers) for pool in pools for role, answers in pool.answering.items()
+            ),
+        )
+    )
     for name, text, of in LOAD:
         metrics.add(Family(f"kvcar_instance_{name}", text, INSTANCE, load(of)))
 

@@ -107,6 +107,8 @@ class Pool:
         self._stops: tuple[Callable[[], object], ...] = ()
         self._stop_directory: Callable[[], object] = _nothing
         self._helpless: frozenset[str] = frozenset()
+        self.answering: dict[str, bool] = {}
+        """Of each role with instances that may be chosen: is one of them neither out nor on trial?"""
         self._after: Pool | None = None
         self.by_name: Mapping[str, Instance] = {}
         self.instances: tuple[Instance, ...] = ()
@@ -194,6 +196,8 @@ class Pool:
             )  # fmt: skip
         self._helpless = helpless
         trial = self.liveness.half_open(now) if self.liveness is not None else frozenset()
+        self.answering = dict.fromkeys((one.current_role for one in chosen), False)
+        self.answering |= {one.current_role: True for one in chosen if one.name not in out and one.name not in trial}
         self.by_name = {}
         for name, one in wished.items():
             seen = one
@@ -251,7 +255,7 @@ class Pool:
 
     @property
     def tokenizer_loaded(self) -> bool:
-        """False: every request but those given as token ids passes unscored."""
+        """Here. False without a remote tokenizer: every request but those given as token ids passes unscored."""
         return self.prompter.loaded
 
     @property

@@ -59,6 +59,7 @@ class Replicas:
         self._timeout = timeout
         self._session: aiohttp.ClientSession | None = None
         self._next: dict[tuple[str, str, int, object], tuple[float, float]] = {}
+        self._silent: set[tuple[str, str]] = set()
         self.taken = 0
         """Views taken over since the start."""
         self.refused: dict[tuple[str, str, int], str] = {}
@@ -97,10 +98,7 @@ class Replicas:
             else:
                 pause = min(LONGEST_PAUSE, 2 * self._next.get(key, (0.0, FIRST_PAUSE / 2))[1])
                 self._next[key] = (time.monotonic() + pause, pause)
-                news = self.refused.get(name) != reason
-                log.log(
-                    logging.INFO if news else logging.DEBUG, "stream %s/%d: no view from a peer: %s", *name[1:], reason
-                )
+                log.debug("stream %s/%d: no view from a peer: %s", *name[1:], reason)
                 self.refused[name] = reason
 
     async def close(self) -> None:
@@ -119,8 +117,9 @@ class Replicas:
                 query = {"pool": pool.name, "instance": instance, "dp_rank": str(rank), "known": str(known)}
                 try:
                     body = await self._ask(address, host, query)
-                except (aiohttp.ClientConnectionError, TimeoutError, OSError):
+                except (aiohttp.ClientConnectionError, TimeoutError, OSError) as error:
                     peers.remove((address, host))
+                    self._away("address", address, error)
                     raise
                 header, blocks = await asyncio.to_thread(unpack, body)
                 count = await _done(exchange.take(directory, instance, rank, header, blocks), self._timeout)
@@ -137,6 +136,17 @@ class Replicas:
                 return None
         return reason
 
+    def _away(self, kind: str, peer: str, error: BaseException) -> None:
+        """`kind`: "name" that does not resolve, "address" that does not answer. Told once until it is there again."""
+        if (kind, peer) not in self._silent:
+            self._silent.add((kind, peer))
+            log.warning("peer %s does not answer: %s", peer, f"{type(error).__name__}: {error}".removesuffix(": "))
+
+    def _there(self, kind: str, peer: str) -> None:
+        if (kind, peer) in self._silent:
+            self._silent.discard((kind, peer))
+            log.info("peer %s is there again", peer)
+
     async def _ask(self, address: str, host: str, query: dict[str, str]) -> bytes:
         async with (
             asyncio.timeout(self._timeout),
@@ -144,6 +154,7 @@ class Replicas:
                 address + PATH, params=query, headers={"Host": host}, allow_redirects=False
             ) as answer,
         ):
+            self._there("address", address)
             if answer.status != 200:
                 raise Refused(f"{answer.status} {(await answer.content.read(200)).decode('utf-8', 'replace').strip()}")
             body = bytearray()
@@ -172,8 +183,9 @@ class Replicas:
                     parts.hostname, parts.port or 80, type=socket.SOCK_STREAM
                 )
             except OSError as error:
-                log.debug("peer %s: %s", peer, error)
+                self._away("name", peer, error)
                 continue
+            self._there("name", peer)
             for row in rows:
                 ip, port = row[4][0], row[4][1]
                 if isinstance(ip, str) and isinstance(port, int):

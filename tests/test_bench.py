@@ -135,6 +135,20 @@ def test_a_whole_reference_forgets_rows_that_are_gone(tmp_path: Path, monkeypatc
         assert set(check.read_reference()[1]) == rows
 
 
+def test_rows_of_two_machines_are_not_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "REFERENCE", tmp_path / "reference.json")
+    theirs = {"machine": "a mill", "rows": {"old [x]": {"ratio": 1.0, "spread": 1.0}}}
+    check.REFERENCE.write_text(json.dumps(theirs))
+    monkeypatch.setattr(check, "run_alone", lambda _: [row("a", 1.0)])
+    assert check.write_reference(["bench_index"], 1, keep=True) == 1
+    assert "another machine, a mill" in capsys.readouterr().out
+    assert json.loads(check.REFERENCE.read_text()) == theirs
+    assert check.write_reference(["bench_index"], 1, keep=False) == 0
+    assert check.read_reference() == (check.machine(), {"a [RadixTree]": {"ratio": 1.0, "spread": 1.0}})
+
+
 def test_a_benchmark_that_fails_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bench.json").write_text(json.dumps({"rows": [{"bench": "bench_index", **row("a", 2.0)}]}))
 

@@ -7,6 +7,7 @@ import ssl
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from extproc.commands.common import CONFIG, fail, read_config
 @CONFIG
 @click.option("--request", "request_file", type=click.File("rb"), help="A request body (JSON); - = standard input.")
 @click.option("--tokens", default=None, help="Token ids instead, separated by commas or spaces.")
-@click.option("--model", default=None, help="Only the pool of this model; with --request it replaces the body's.")
+@click.option("--model", help="Only the pool of this model, default: the file's only one; it replaces --request's.")
 @click.option("--admin", default=None, help="Admin address ip:port; default: admin.address of the configuration.")
 @click.option("--cert", type=click.Path(exists=True), help="Client certificate (PEM), where admin.tls has a client_ca.")
 @click.option("--key", type=click.Path(exists=True), help="Its key, when that is a file of its own.")
@@ -51,16 +52,19 @@ def query(
             fail(f"--request: no JSON ({error})")
         if not isinstance(body, dict):
             fail("--request: the body is no object")
-    if model is None and len(config.pools) == 1 and "model" not in body:
-        model = config.pools[0].models[0]  # the answer of one pool tells more than xLLM's of all: the disk tier
     if model is not None:
         body["model"] = model
+    bodies = [body]
+    if len(config.pools) == 1 and "model" not in body:
+        # The answer of one pool tells more than xLLM's of all: the disk tier. A running kvcar may have other pools,
+        # then xLLM's it is; a request is nothing without a model.
+        bodies = [{**body, "model": config.pools[0].models[0]}, *([body] if request_file is None else [])]
     tls = config.admin.tls
     try:
         shown = trust(tls.cert, cert, key) if tls else None
     except OSError as error:  # ssl.SSLError is one
         fail(f"admin.tls: the certificates cannot be used: {error}")
-    answer = _ask(_url(admin or config.admin.address, "https" if tls else "http"), config.admin.token, body, shown)
+    answer = _ask(_url(admin or config.admin.address, "https" if tls else "http"), config.admin.token, bodies, shown)
     if as_json:
         click.echo(json.dumps(answer))
     else:
@@ -85,19 +89,24 @@ def _url(address: str, scheme: str) -> str:
     return f"{scheme}://{host}:{port}/v1/internal/kv-cache/query"
 
 
-def _ask(url: str, token: str | None, body: dict[str, Any], trust: ssl.SSLContext | None) -> dict[str, Any]:
+def _ask(url: str, token: str | None, bodies: Sequence[dict[str, Any]], trust: ssl.SSLContext | None) -> dict[str, Any]:
+    """The answer to the first body that is not refused as a bad one; ends the program when there is none."""
     headers = {"Content-Type": "application/json", **({"X-Internal-Token": token} if token else {})}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trust))
-    try:
-        with opener.open(request, timeout=30) as answer:
-            found = json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        fail(f"{url}: {error.code} {_reason(error.read())}", 1)
-    except OSError as error:
-        fail(f"{url}: {getattr(error, 'reason', error)}: does kvcar run?", 1)
-    except ValueError:
-        fail(f"{url}: the answer is no JSON: is it kvcar's admin port?", 1)
+    found: Any = None
+    for number, body in enumerate(bodies, 1):
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        try:
+            with opener.open(request, timeout=30) as answer:
+                found = json.loads(answer.read())
+            break
+        except urllib.error.HTTPError as error:
+            if error.code != 400 or number == len(bodies):
+                fail(f"{url}: {error.code} {_reason(error.read())}", 1)
+        except OSError as error:
+            fail(f"{url}: {getattr(error, 'reason', error)}: does kvcar run?", 1)
+        except ValueError:
+            fail(f"{url}: the answer is no JSON: is it kvcar's admin port?", 1)
     if not isinstance(found, dict) or not isinstance(found.get("matches"), list):
         fail(f"{url}: the answer has no matches: is it kvcar's admin port?", 1)
     return found

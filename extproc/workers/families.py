@@ -41,6 +41,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("kvcar_events_streams", "max"),
     ("kvcar_events_*", "sum"),
     ("kvcar_instance*", "max"),
+    ("kvcar_role_unreachable", "max"),  # each knows what its own requests met
     ("aibrix_kvcache_zmq_connection_status", "min"),
     ("aibrix_kvcache_zmq_last_sequence_id", "min"),
     ("aibrix_*", "max"),

@@ -110,10 +110,15 @@ def run_alone(name: str) -> list[Row]:
 
 
 def write_reference(names: Sequence[str], times: int, *, keep: bool) -> int:
-    """With `keep` the rows that these benchmarks do not have stay as they are. Exit status: 1 when one did not run."""
+    """With `keep` the rows that these benchmarks do not have stay as they are, if they are of this machine. Exit
+    status: 1 when one did not run."""
+    theirs, kept = read_reference()
+    if keep and theirs not in ("", machine()):
+        print(f"{REFERENCE.name} is of another machine, {theirs}: write all of it anew, without --only")
+        return 1
     ratios, failed = collect(names, times)
     found = summary(ratios)
-    merged = dict(sorted({**(read_reference()[1] if keep or failed else {}), **found}.items()))
+    merged = dict(sorted({**(kept if keep or (failed and theirs == machine()) else {}), **found}.items()))
     tree = {"machine": machine(), "rows": merged}
     REFERENCE.write_text(json.dumps(tree, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"{len(found)} rows of {len(merged)} written to {REFERENCE.name}")

@@ -22,7 +22,7 @@ from tests.extproc.pool_model import engine, make_pool
 
 LABELS = {
     "pool", "engine", "dp_rank", "tier", "reason", "outcome", "scorer", "kind", "stage", "where", "state", "version",
-    "le", "generation",
+    "le", "generation", "role",
 }  # fmt: skip
 POD = {"pod_key"}
 AIBRIX = {

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from examples.local.processes import free_port
 from extproc.admin import snapshot
 from extproc.admin.server import make_app
 from extproc.replicas import PATH, Giver, Replicas, needs
@@ -51,10 +52,12 @@ def test_who_is_in_need(given: StreamReport, wanted: bool) -> None:
 
 
 @asynccontextmanager
-async def peer(handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+async def peer(
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]], port: int | None = None
+) -> AsyncIterator[str]:
     app = web.Application()
     app.router.add_get(PATH, handler)
-    server = TestServer(app)
+    server = TestServer(app, port=port)
     await server.start_server()
     try:
         yield str(server.make_url("")).rstrip("/")
@@ -101,20 +104,37 @@ async def test_what_a_peer_gives_is_refused_with_a_reason_and_not_asked_for_agai
 
 
 async def test_no_peer_there(caplog: pytest.LogCaptureFixture) -> None:
+    """Told once a peer, not once a stream and round; and when it is there again."""
     caplog.set_level(logging.INFO)
-    pool = make_pool(engine("engine-a"))
-    (stream,) = pool.directory._streams.values()
-    stream.open()
-    stream.link = UP
-    replicas = Replicas(["http://127.0.0.1:1", "http://no-such-host.invalid:9003"], timeout=2.0)
-    await replicas.warm([pool])
-    assert "stream engine-a/0: no view from a peer: http://127.0.0.1:1: ClientConnectorError" in caplog.text
+    pool = make_pool(engine("engine-a"), engine("engine-b"))
+    for stream in pool.directory._streams.values():
+        stream.open()
+        stream.link = UP
+    port = free_port()
+    away = f"http://127.0.0.1:{port}"
+    replicas = Replicas([away, "http://no-such-host.invalid:9003"], timeout=2.0)
+    for _ in range(3):
+        replicas._next.clear()
+        await replicas.warm([pool])
+    told = [record.getMessage() for record in caplog.records]
+    name = "http://no-such-host.invalid:9003"
+    assert len(told) == 2, told
+    assert any(one.startswith(f"peer {away} does not answer: ClientConnectorError: ") for one in told), told
+    assert any(one.startswith(f"peer {name} does not answer: gaierror: ") for one in told), told
+    assert away in replicas.refused["qwen", "engine-a", 0]
     caplog.clear()
-    replicas._next.clear()
-    await replicas.warm([pool])
-    assert "no view" not in caplog.text, "the same reason is told once"
+
+    async def refusing(_: web.Request) -> web.StreamResponse:
+        return web.Response(status=404)
+
+    async with peer(refusing, port) as url:
+        assert url == away
+        replicas._next.clear()
+        await replicas.warm([pool])
     await replicas.close()
-    assert "127.0.0.1:1" in replicas.refused["qwen", "engine-a", 0]
+    assert [record.getMessage() for record in caplog.records if record.name == "extproc.replicas"] == [
+        f"peer {away} is there again"
+    ]
 
 
 async def test_a_silent_peer_is_waited_for_once_a_round() -> None:

@@ -86,6 +86,20 @@ def test_a_request_is_answered_as_the_engine_would(
     status = query(kvcar)
     assert "synchronized" in status.output
     assert "disk" in status.output
+    # a file whose first model the running kvcar does not serve, and one of two pools: what there is all the same
+    edited = yaml.safe_load(kvcar.config_path.read_text())
+    (pool,) = edited["pools"]
+    second = {**pool, "name": "b", "models": ["b"], "instances": []}
+    for number, pools in enumerate(([{**pool, "models": ["other"]}], [pool, second])):
+        path = tmp_path / f"edited-{number}.yaml"
+        path.write_text(yaml.safe_dump({**edited, "pools": pools}))
+        for arguments in ((), ("--tokens", ",".join(map(str, ids)))):
+            found = query(kvcar, *arguments, "--json", config=path)
+            assert found.exit_code == 0, found.output
+            assert set(json.loads(found.output)) == {"matches"}
+    unnamed = tmp_path / "unnamed.json"
+    unnamed.write_text(json.dumps({"messages": MESSAGES}))
+    assert json.loads(query(kvcar, "--request", str(unnamed), "--json").output)["model"] == "demo"
     other = query(kvcar, "--request", str(request), "--model", "no-such-model")
     assert (other.exit_code, "no pool serves 'no-such-model'" in other.output) == (1, True)
 
