@@ -4,7 +4,7 @@
 
 1 M (stream, block) pairs; with --large 10 M (3 GB, 12 minutes). Every time is the lower quartile of calls that take
 turns with the peer's, so a busy machine treats both alike. It is what a caller waits: the tree answers from a thread of
-its own, and waking up an idle core for it can be most of that (40 of 55 us an event on one virtual machine). The rows
+its own, and waking up an idle core for it can be most of that (40 of 55 us an event on one machine). The rows
 "one core" are without it: there both threads have the same core, and the time of a call is the work of both.
 """
 

@@ -5,7 +5,7 @@ smallest, as a factor). A row got worse when its median is over the reference by
 at least FLOOR. A row without a reference is told and counts as nothing.
 
 Ratios depend on the machine far less than times do, yet some do: what a peer's caller waits until an idle core has
-woken up was four fifths of a call on one machine and nothing on another. The reference names its machine; on another
+woken up was three quarters of a call on one machine and little on another. The reference names its machine; on another
 one write a reference of its own first (--reference), from the code as it was.
 """
 
