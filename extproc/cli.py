@@ -249,6 +249,12 @@ def envoy_config(
         text = envoy.render(envoy.options_for(config, pool=pool, **overrides), envoy.Part(part))
     except ValueError as error:
         fail(str(error))
+    if ext_proc_ca is not None and config.listen.tls is None:
+        click.echo(
+            "warning: --ext-proc-ca, but listen.tls is not set: unless something in front of kvcar ends TLS, Envoy "
+            "does not reach it and balances without it",
+            err=True,
+        )
     click.echo(text, nl=False)
 
 

@@ -44,6 +44,8 @@ def query(
     config = read_config(config_path)
     if request_file is not None and tokens is not None:
         fail("--request and --tokens are two questions: give one")
+    if tokens is not None and not tokens.strip():
+        fail("--tokens: no token ids are given; leave it away to see what every instance holds")
     body: dict[str, Any] = {"token_ids": _ids(tokens or "")}
     if request_file is not None:
         try:

@@ -16,7 +16,11 @@ from extproc.commands.common import fail
 @click.option("--engines", default=8, show_default=True, help="How many engines.")
 @click.option("--blocks", default=2000, show_default=True, help="Cache of each engine, in trace blocks.")
 @click.option("--prefill-rate", default=8000.0, show_default=True, help="Prefill of each engine, tokens per second.")
-@click.option("--policies", default=None, help="Comma list of scorers, as name or name:parameter=value; default: all.")
+@click.option(
+    "--policies",
+    default=None,
+    help="Comma list of scorers, as name or name:parameter=value; default: all but slo_aware.",
+)
 @click.option("--speed", default=1.0, show_default=True, help="Play the trace this much faster.")
 @click.option(
     "--events",
@@ -72,6 +76,8 @@ def simulate(
     TRACE is JSON lines in the Mooncake form: timestamp (ms), input_length, output_length, hash_ids; or a log that kvcar
     itself wrote (`trace.path` in its configuration).
     """
+    if not trace.is_file():
+        fail(f"{trace}: is read more than once: give a file, no pipe")
     from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table

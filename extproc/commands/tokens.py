@@ -41,6 +41,10 @@ def tokens(config_path: Path, path: str | None, as_json: bool, request_file: Any
     except ConfigError as error:
         fail(str(error))
     data = request_file.read()
+    try:
+        json.loads(data)
+    except ValueError as error:
+        fail(f"{request_file.name}: no JSON ({error})")
     parsed = parse_body(path or _guess(data), {}, data, max_bytes=config.limits.max_body_bytes)
     pool = None
     if isinstance(parsed, Body):
@@ -53,7 +57,8 @@ def tokens(config_path: Path, path: str | None, as_json: bool, request_file: Any
     cuts: tuple[str, ...] = ()
     if isinstance(parsed, Body):
         if pool is None:
-            result = Unscored(Reason.MODEL, f"no pool serves the model {parsed.model!r}")
+            there = ", ".join(name for item in config.pools for name in item.models + item.adapters)
+            result = Unscored(Reason.MODEL, f"no pool serves the model {parsed.model!r}; there are: {there}")
         else:
             result, prompter = asyncio.run(_ask(pool, config, parsed))
             cuts = prompter.delimiters

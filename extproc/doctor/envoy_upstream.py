@@ -107,7 +107,7 @@ def _processor(view: EnvoyView, name: str) -> Iterator[Finding]:
             "envoy.processor_down",
             where,
             "Envoy holds kvcar for unhealthy, so it does not ask it",
-            cause="kvcar is not running, still loading, draining, or not reachable from Envoy",
+            cause="kvcar is not running, still loading, draining, not reachable, or only one of the two speaks TLS",
             evidence=tuple(f"{one.address}: {', '.join(one.problems)}" for one in hosts[:4]),
             remedy="look at kvcar's /readyz, and at listen.address as seen from Envoy's host",
         )
@@ -286,7 +286,8 @@ def _rate(name: str, count: int, started: int) -> Finding | None:
         return None
     what, cause, remedy = RATES[name]
     make = warning if count >= ENOUGH and count > SHARE * max(started, 1) else note
-    evidence = (f"{name} {count} of {started} streams since Envoy's start",)
+    # a stream that could not be opened is failed and not started
+    evidence = (f"{name} {count} of {max(started, count)} streams since Envoy's start, however long ago",)
     return make("envoy.stats." + name, "ext_proc filter", what, cause=cause, evidence=evidence, remedy=remedy)
 
 

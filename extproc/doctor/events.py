@@ -357,8 +357,11 @@ def _check(judge: Judge) -> Callable[[Context], object]:
     async def run(context: Context) -> Found:
         every = await streams(context)
         judged = [one for one in every if one.facts.usable or judge in ANYWAY]
+        if not judged:
+            raise Skip("no publisher listens")
         found = [finding for one in judged for finding in [item async for item in judge(one)]]
-        return Found(tuple(found), f"{len(every)} streams")
+        part = "" if len(judged) == len(every) else f"{len(judged)} of "
+        return Found(tuple(found), f"{part}{len(every)} streams")
 
     return run
 

@@ -125,6 +125,42 @@ async def streams(context: Context) -> Found:
     return Found(tuple(found), f"{good} of {count} synchronized")
 
 
+CHOSEN = frozenset({"active", "lease_lost", "probation"})
+LEFT_OUT = {
+    "draining": "taken out, by discovery or by POST /instances/drain",
+    "suspect": "its lease is gone and it does not answer",
+    "unreachable": "requests to it failed, or its metrics did not answer",
+}
+
+
+async def instances(context: Context) -> Found:
+    """Whom may it choose? Role by role, as it chooses."""
+    found: list[Finding] = []
+    count = good = 0
+    for pool in context.pools:
+        roles: dict[str, list[tuple[str, str]]] = {}
+        for row in (await context.pool_status(pool)).get("instances", ()):
+            if row.get("state") is not None:
+                roles.setdefault(str(row.get("role", "default")), []).append((str(row.get("name")), str(row["state"])))
+        for role, members in roles.items():
+            out = [(name, state) for name, state in members if state not in CHOSEN]
+            count += len(members)
+            good += len(members) - len(out)
+            told = ", ".join(f"{name}: {state}" for name, state in out[:8])
+            why = "; ".join(f"{state}: {LEFT_OUT[state]}" for state in sorted({s for _, s in out} & LEFT_OUT.keys()))
+            remedy = "POST /instances/undrain for a drained one; the others by what their log and network say"
+            if len(out) == len(members):
+                what = f"no instance of role {role} may be chosen: its requests pass unscored, reason no_candidate"
+                found.append(
+                    error("kvcar.no_candidate", f"pool {pool.name}", what, cause=why, evidence=(told,), remedy=remedy)
+                )
+            elif out:
+                found.append(
+                    note("kvcar.left_out", f"pool {pool.name}", f"get no requests: {told}", cause=why, remedy=remedy)
+                )
+    return Found(tuple(found), f"{good} of {count}")
+
+
 async def loads(context: Context) -> Found:
     found: list[Finding] = []
     count = 0
@@ -229,6 +265,7 @@ CHECKS = (
     Check("kvcar.running", "kvcar", "kvcar is running", NEEDS, running),
     Check("kvcar.configuration", "kvcar", "it runs this configuration", NEEDS, configuration),
     Check("kvcar.streams", "kvcar", "its streams are synchronized", NEEDS, streams),
+    Check("kvcar.instances", "kvcar", "its instances may be chosen", NEEDS, instances),
     Check("kvcar.loads", "kvcar", "it has a load of every instance", NEEDS, loads),
     Check("kvcar.unscored", "kvcar", "requests are scored", NEEDS, unscored),
     Check("kvcar.faults", "kvcar", "no faults", NEEDS, faults),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,22 @@ DRIFT = {"state": "drift", "samples": 50, "equal": 2, "likely_cause": CAUSES[Ver
 COUNTS = 'kvcar_requests_total{pool="p",outcome="scored"} %d\nkvcar_requests_total{pool="p",outcome="unscored"} %d\n'
 
 
+def instances(*states: str, roles: Sequence[str] = ("default", "default")) -> Json:
+    """The first is at the address of the configuration."""
+    common = {"load": {"waiting": 0}}
+    rows = [
+        {
+            "name": f"e{number}",
+            "address": ADDRESS if not number else "10.9.9.9:1",
+            "state": state,
+            "role": role,
+            **common,
+        }
+        for number, (state, role) in enumerate(zip(states, roles, strict=True))
+    ]
+    return {"instances": rows}
+
+
 @dataclass
 class Row:
     name: str
@@ -92,6 +108,10 @@ ROWS = [
     Row("no tokenizer", {"kvcar.no_tokenizer"}, pool={"tokenizer_loaded": False}),
     Row("lost stream", {"kvcar.stream"}, pool={"streams": [LOST]}),
     Row("idle stream", pool={"streams": [LOST | {"connected": True}]}),
+    Row("all drained", {"kvcar.no_candidate"}, pool=instances("draining", "draining")),
+    Row("one drained", {"kvcar.left_out"}, pool=instances("draining", "active")),
+    Row("no prefill", {"kvcar.no_candidate"}, pool=instances("suspect", "active", roles=("prefill", "decode"))),
+    Row("on probation", pool=instances("probation", "lease_lost")),
     Row("no load", {"kvcar.no_load"}, pool={"instances": [{"name": "e", "address": ADDRESS, "load": None}]}),
     Row("drift", {"kvcar.drift"}, pool={"self_verification": DRIFT}),
     Row("unscored", {"kvcar.unscored"}, metrics=COUNTS % (50, 50) + 'kvcar_unscored_total{reason="timeout"} 50\n'),

@@ -261,6 +261,11 @@ def test_command_line_of_tls(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     for part in ("filename: ca.pem", "filename: own.pem", "filename: own.key", "sni: kvcar.example"):
         assert part in done.stdout
+    assert "warning" not in done.stderr
+    path.write_text(THREE)
+    done = CliRunner().invoke(main, [*base, *files])
+    assert (done.exit_code, "listen.tls is not set" in done.stderr, "warning" in done.stdout) == (0, True, False)
+    path.write_text(TLS_CONFIG.format(", client_ca: c.pem") + THREE)
     for arguments, message in (
         (files[2:], "--ext-proc-ca is missing"),
         (files[:4], "a client certificate needs its key"),

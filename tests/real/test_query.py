@@ -126,6 +126,7 @@ def test_mistakes_are_told(kvcar: KvcarProcess, tmp_path: Path) -> None:
     with echo_upstream() as stranger:
         rows = [
             (("--tokens", "1,x"), None, 2, "'x' is no token id"),
+            (("--tokens", ""), None, 2, "no token ids are given"),
             (("--request", str(body)), None, 2, "no object"),
             (("--request", str(body), "--tokens", "1"), None, 2, "give one"),
             ((), open_port, 2, "--admin"),
