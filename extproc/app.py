@@ -416,6 +416,7 @@ class App:
             await self.replicas.close()
         for pool in self.pools:
             await pool.close()
+            pool.prompter.end()
         if self._trace is not None:
             await asyncio.to_thread(self._trace.close)
         if self._tracing is not None:

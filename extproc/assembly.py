@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from extproc.config import Config, ConfigError, place, profile_of
 from extproc.config import Pool as PoolConfig
+from extproc.config_types import is_path, short
 from extproc.discovery_config import HttpDiscovery
 from extproc.instances import instance_of
 from extproc.liveness import Liveness
@@ -73,7 +74,7 @@ def prompter_options(pool: PoolConfig, config: Config) -> PrompterOptions:
         tokenizer=pool.tokenizer,
         allow_download=pool.tokenizer_allow_download,
         chat_template=pool.chat_template,
-        chat_template_kwargs=dict(pool.chat_template_kwargs),
+        chat_template_kwargs={name: _lists(value) for name, value in pool.chat_template_kwargs.items()},
         content_format=pool.content_format,
         exclude_tools_when_tool_choice_none=pool.exclude_tools_when_tool_choice_none,
         trust_request_chat_template=pool.trust_request_chat_template,
@@ -92,6 +93,15 @@ def prompter_options(pool: PoolConfig, config: Config) -> PrompterOptions:
     )
 
 
+def _lists(value: Any) -> Any:
+    """Lists as the engine's template gets them; in a configuration, which cannot change, they are tuples."""
+    if isinstance(value, tuple):
+        return [_lists(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _lists(item) for key, item in value.items()}
+    return value
+
+
 def tracing_of(config: Config) -> Tracing | None:
     """Imports OpenTelemetry only where it is asked for. Raises ConfigError with the remedy where it is missing."""
     return _tracing_type()(config.tracing) if config.tracing is not None else None
@@ -105,6 +115,10 @@ def _tracing_type(where: str = "tracing") -> type[Tracing]:
     return Tracing
 
 
+def _is_tokenizer(path: Path) -> bool:
+    return (path / "tokenizer.json").is_file() or path.is_file()
+
+
 def check_files(config: Config, name: str = "config") -> None:
     """Files that the configuration names exist. Raises ConfigError that names the place, the path and the remedy.
 
@@ -114,23 +128,22 @@ def check_files(config: Config, name: str = "config") -> None:
         _tracing_type(place(name, "tracing"))
     for section, tls in (("listen", config.listen.tls), ("admin", config.admin.tls)):
         for key, path in tls or ():
-            if path is not None and not Path(path).is_file():
-                raise ConfigError(f"{place(name, section, 'tls', key)}: {path!r} is no readable file")
+            if path is not None and not is_path(path):
+                raise ConfigError(f"{place(name, section, 'tls', key)}: {short(path)} is no readable file")
     for index, pool in enumerate(config.pools):
-        looks_local = pool.tokenizer.startswith(("/", "./", "../", "~")) or Path(pool.tokenizer).exists()
-        if looks_local:
-            found = Path(pool.tokenizer).expanduser()
-            if not (found / "tokenizer.json").is_file() and not found.is_file():
-                what = "has no tokenizer.json" if found.exists() else "does not exist"
-                where = place(name, "pools", index, "tokenizer")
-                raise ConfigError(f"{where}: {pool.tokenizer!r} {what}; give the model's directory or a hub id")
-        if pool.endpoints_file and not Path(pool.endpoints_file.path).parent.is_dir():
-            folder = Path(pool.endpoints_file.path).parent
+        there = is_path(pool.tokenizer, Path.exists)
+        looks_local = pool.tokenizer.startswith(("/", "./", "../", "~")) or there
+        if looks_local and not is_path(pool.tokenizer, _is_tokenizer):
+            what = "has no tokenizer.json" if there else "does not exist"
+            where = place(name, "pools", index, "tokenizer")
+            raise ConfigError(f"{where}: {short(pool.tokenizer)} {what}; give the model's directory or a hub id")
+        if pool.endpoints_file and not is_path(pool.endpoints_file.path, lambda path: path.parent.is_dir()):
+            folder = str(Path(pool.endpoints_file.path).parent)
             where = place(name, "pools", index, "endpoints_file", "path")
-            raise ConfigError(f"{where}: the folder {str(folder)!r} does not exist: make it first")
-        if pool.chat_template and not Path(pool.chat_template).is_file():
+            raise ConfigError(f"{where}: the folder {short(folder)} does not exist: make it first")
+        if pool.chat_template and not is_path(pool.chat_template):
             where = place(name, "pools", index, "chat_template")
-            raise ConfigError(f"{where}: {pool.chat_template!r} is no readable file")
+            raise ConfigError(f"{where}: {short(pool.chat_template)} is no readable file: put the template in one")
         for number, source in enumerate(pool.discovery):
             try:
                 source.check(pool.facts)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 from kvindex.errors import ConfigurationError
 from kvindex.networks import parse_network
+
+LONGEST_SHOWN = 200
+"""Characters of a path in a message."""
 
 
 class ConfigError(Exception):
@@ -59,6 +64,19 @@ HeaderName = Annotated[str, AfterValidator(_header_name)]
 
 class Node(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def is_path(text: str, look: Callable[[Path], bool] = Path.is_file) -> bool:
+    """Whether there is such a file (or what `look` asks for); a text that can be no path, PEM or Jinja, is none."""
+    try:
+        return look(Path(text).expanduser())
+    except (OSError, RuntimeError, ValueError):
+        return False
+
+
+def short(text: str) -> str:
+    """In quotes, its beginning only where it is long: a template or a certificate where a path belongs."""
+    return repr(text) if len(text) <= LONGEST_SHOWN else repr(text[:LONGEST_SHOWN]) + "..."
 
 
 def _path(text: str) -> str:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, PrivateAttr, model_validator
 
-from extproc.config_types import EngineAddress, HttpUrl, Node, RequestPath
+from extproc.config_types import EngineAddress, HttpUrl, Node, RequestPath, is_path, short
 from extproc.instances import PoolFacts
 from kvindex.discovery.base import Source
 from kvindex.discovery.template import Template
@@ -350,9 +350,9 @@ class FileDiscovery(DiscoveryNode):
         return True
 
     def doubt(self) -> str | None:
-        if Path(self.path).is_file():
+        if is_path(self.path):
             return None
-        return f"{self.path!r} is no readable file so far: no instance comes from it until it is"
+        return f"{short(self.path)} is no readable file so far: no instance comes from it until it is"
 
     def source(self, facts: PoolFacts) -> Source:
         from extproc.instances_file import parse_instances

@@ -35,6 +35,7 @@ from prometheus_client.utils import floatToGoString
 from extproc.reasons import Reason
 from kvindex.durations import BOUNDS, Durations
 
+FAULTS = ("decider", "ticket", "server", "malformed", "unknown")
 STAGES = ("tokenize", "match", "score", "total")
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
@@ -187,7 +188,7 @@ class Metrics:
         )
         self.faults = Counter(
             "kvcar_faults",
-            "Faults of ours (decider, ticket, encode) or of a peer's bytes (malformed, unknown).",
+            "Faults of ours (decider, ticket, server) or of a peer's bytes (malformed, unknown).",
             ["where"],
             registry=self.registry,
         )
@@ -195,6 +196,8 @@ class Metrics:
         self._scored: dict[tuple[str, str, str], tuple[Any, ...]] = {}
         for reason in Reason:  # there from the start, so that a rate sees the first one
             self.unscored.labels(reason)
+        for where in FAULTS:
+            self.faults.labels(where)
 
     def add_pool(self, name: str) -> None:
         """Its counters are there from the start, at 0, so that a rate sees the first request."""

@@ -107,6 +107,10 @@ MAX_OPENED = 500_000
 """Objects and lists of a body, those in its texts included: ten million of them take seconds and a gigabyte to read."""
 
 
+MAX_COMMAS = 4_000_000
+"""Numbers of a body, about: no prompt has so many tokens, and each takes 40 bytes until it is packed."""
+
+
 def parse_body(
     path: str,
     headers: Mapping[str, str],
@@ -130,6 +134,8 @@ def parse_body(
         return Unscored(Reason.TOO_LARGE, f"{len(body)} bytes, limit {max_bytes}")
     if len(body) > MAX_OPENED and body.count(b"{") + body.count(b"[") > MAX_OPENED:
         return Unscored(Reason.TOO_LARGE, f"more than {MAX_OPENED} braces and brackets")
+    if len(body) > MAX_COMMAS and body.count(b",") > MAX_COMMAS:
+        return Unscored(Reason.TOO_LARGE, f"more than {MAX_COMMAS} commas")
     try:
         fields = _load(body)
     except (ValueError, RecursionError, MemoryError):

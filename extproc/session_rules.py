@@ -58,7 +58,7 @@ class Observer:
         """A request was passed on without asking the Decider, or its answer was lost: one of OWN_REASONS."""
 
     def fault(self, where: str, error: BaseException | None = None) -> None:
-        """Something failed inside: "decider", "ticket", "encode"; or the peer's bytes: "malformed", "unknown"."""
+        """Something failed inside: "decider", "ticket", "server"; or the peer's bytes: "malformed", "unknown"."""
 
 
 class SessionRules:

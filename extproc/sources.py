@@ -64,6 +64,10 @@ class Sources:
         names = {pool.name for pool in pools}
         for name in [name for name in self._configured if name not in names]:
             self._configured.pop(name).replace(())
+        for pool in pools:  # first what leaves: an instance may have gone to a pool that stands before its old one
+            if (old_feed := self._configured.get(pool.name)) is not None:
+                kept = (given for given in pool.instances if given.name in old_feed.names)
+                old_feed.replace([instance_of(pool.facts, given) for given in kept])
         for pool in pools:
             feed = self._configured.get(pool.name)
             if feed is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import ssl
 import sys
@@ -15,6 +16,9 @@ import click
 
 from extproc.admin.trust import trust
 from extproc.commands.common import CONFIG, fail, read_config
+
+LONGEST_ID = 10
+"""Digits of a token id."""
 
 
 @click.command()
@@ -52,6 +56,8 @@ def query(
             body = json.loads(request_file.read())
         except ValueError as error:
             fail(f"--request: no JSON ({error})")
+        except RecursionError:
+            fail("--request: nested too deeply")
         if not isinstance(body, dict):
             fail("--request: the body is no object")
     if model is not None:
@@ -78,13 +84,16 @@ def _ids(text: str) -> list[int]:
     wrong = next((word for word in words if not (word.isascii() and word.isdigit())), None)
     if wrong is not None:
         fail(f"--tokens: {wrong!r} is no token id")
+    large = next((word for word in words if len(word) > LONGEST_ID), None)
+    if large is not None:
+        fail(f"--tokens: {large[:LONGEST_ID]}... is no token id: it has {len(large)} digits")
     return [int(word) for word in words]
 
 
 def _url(address: str, scheme: str) -> str:
     address = address.removeprefix(f"{scheme}://").rstrip("/")  # as `kvcar doctor --admin` takes it
     host, _, port = address.rpartition(":")
-    if not port.isdigit() or int(port) == 0:
+    if not host or not (port.isascii() and port.isdigit()) or len(port) > 5 or not 0 < int(port) <= 65_535:
         fail(f"the admin address {address!r} has no fixed port: give --admin ip:port")
     # a wildcard is where a server listens, not where it is
     host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
@@ -97,8 +106,8 @@ def _ask(url: str, token: str | None, bodies: Sequence[dict[str, Any]], trust: s
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trust))
     found: Any = None
     for number, body in enumerate(bodies, 1):
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         try:
+            request = urllib.request.Request(url, json.dumps(body).encode(), headers)
             with opener.open(request, timeout=30) as answer:
                 found = json.loads(answer.read())
             break
@@ -107,7 +116,9 @@ def _ask(url: str, token: str | None, bodies: Sequence[dict[str, Any]], trust: s
                 fail(f"{url}: {error.code} {_reason(error.read())}", 1)
         except OSError as error:
             fail(f"{url}: {getattr(error, 'reason', error)}: does kvcar run?", 1)
-        except ValueError:
+        except http.client.InvalidURL:
+            fail(f"{url}: is no address: give --admin ip:port")
+        except (ValueError, http.client.HTTPException):
             fail(f"{url}: the answer is no JSON: is it kvcar's admin port?", 1)
     if not isinstance(found, dict) or not isinstance(found.get("matches"), list):
         fail(f"{url}: the answer has no matches: is it kvcar's admin port?", 1)

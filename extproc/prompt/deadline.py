@@ -43,6 +43,7 @@ class _Claim:
 
 _running: dict[int, _Claim] = {}
 _watchdog: threading.Thread | None = None
+_starting = threading.Lock()
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
@@ -65,9 +66,12 @@ def within(seconds: float, work: Callable[[], T]) -> T:
 
 def _watch() -> None:
     global _watchdog
-    if _watchdog is None or not _watchdog.is_alive():  # not yet, or in a process that was forked from one with it
-        _watchdog = threading.Thread(target=_look, name="kvcar-deadlines", daemon=True)
-        _watchdog.start()
+    if _watchdog is not None and _watchdog.is_alive():
+        return
+    with _starting:  # one only: a second would clear `raising` of the first; nothing is claimed yet, so nothing arrives
+        if _watchdog is None or not _watchdog.is_alive():  # not yet, or in a process that was forked from one with it
+            _watchdog = threading.Thread(target=_look, name="kvcar-deadlines", daemon=True)
+            _watchdog.start()
 
 
 def _look() -> None:

@@ -201,6 +201,10 @@ class Prompter:
             stats=self.stats,
         )
 
+    def end(self) -> None:
+        """No more requests: what waits for a thread, abandoned by its request, is not begun. Not waited for."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
     # -- requests ------------------------------------------------------------------------------------------------------
 
     async def prompt_of(self, body: Body) -> Prompt | Unscored:
@@ -247,7 +251,9 @@ class Prompter:
 
     async def _local(self, body: Body, model: str, adapter: str | None) -> Prompt:
         budget = self.options.timeout
-        if body.size < LARGE_BODY:
+        # a client's own template may take its second: not everybody's
+        own_template = self.options.trust_request_chat_template and body.fields.get("chat_template")
+        if body.size < LARGE_BODY and not own_template:
             request, text, pieces, behind = self._prepare(body)
         else:
             loop = asyncio.get_running_loop()
@@ -256,7 +262,8 @@ class Prompter:
                 request, text, pieces, behind = await loop.run_in_executor(self._executor, self._prepare, body)
             budget = max(0.0, end - loop.time())
         if isinstance(request, IdsRequest):
-            return self._cut(request, pack_tokens(request.ids), None, None, model, adapter)
+            tokens = pack_tokens(request.ids)
+            return self._cut(request, tokens, None, None, model, adapter)
         encoder = self._encoder
         if encoder is None or text is None or pieces is None:
             raise Refused(Reason.NO_TOKENIZER)

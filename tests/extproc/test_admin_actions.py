@@ -361,3 +361,13 @@ async def test_the_query_command_over_tls(
 @pytest.mark.parametrize("address", ["0.0.0.0:9003", "http://127.0.0.1:9003", "http://127.0.0.1:9003/"])
 def test_the_query_command_takes_an_address_or_a_url(address: str) -> None:
     assert _url(address, "http") == "http://127.0.0.1:9003/v1/internal/kv-cache/query"
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1", "127.0.0.1:0", "127.0.0.1:²", "127.0.0.1:٣", "127.0.0.1:99999", ":9003", "127.0.0.1:" + "9" * 5000],
+)
+def test_the_query_command_refuses_what_is_no_address(address: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        _url(address, "http")
+    assert ended.value.code == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import yaml
 from click.testing import CliRunner
 from pydantic import BaseModel
 
-from extproc import config
+from extproc import assembly, config
 from extproc.cli import main
 from extproc.discovery_config import DiscoveryConfig
 
@@ -37,6 +38,13 @@ BAD = [
     ("pools: [", ["c.yaml:1", "not valid YAML"]),
     ("a: 1\na: 2\npools: []", ["c.yaml:2", "'a' is given twice"]),
     ("a: &a [*a]\npools: *a", ["alias"]),
+    (
+        "a: &a [1,1,1,1,1,1,1,1,1]\n"
+        + "".join(f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("abcdefgh")),
+        ["more than 1,000,000 values", "aliases"],
+    ),
+    (pool("chat_template_kwargs: {day: 2026-01-02}"), ["chat_template_kwargs", "holds what JSON cannot", "in quotes"]),
+    (pool("chat_template_kwargs: {x: [.nan]}"), ["chat_template_kwargs", "holds what JSON cannot"]),
     ("{a: 1}: 2", ["c.yaml:1", "plain word"]),
     ("? [a]\n: b", ["c.yaml:1", "plain word"]),
     ("limits: {max_body_bytes: " + "9" * 5000 + "}", ["not valid YAML", "digits"]),
@@ -302,3 +310,41 @@ def test_what_is_found_out_later_has_its_line_too(tmp_path: Path, more: str, sai
     done = CliRunner().invoke(main, [command, "-c", str(path)])
     assert done.exit_code == 2
     assert f"kvcar: {path}{said}" in done.output
+
+
+def test_values_for_templates_are_those_of_a_request() -> None:
+    """Tuples would render as (...), and have no list's methods."""
+    given = config.parse(pool("chat_template_kwargs: {stops: [a, b], deep: {x: [[1], {y: []}]}}"), "c.yaml")
+    told = assembly.prompter_options(given.pools[0], given).chat_template_kwargs
+    assert told == {"stops": ["a", "b"], "deep": {"x": [[1], {"y": []}]}}
+
+
+JINJA = "{% for message in messages %}{{ message.content }}{% endfor %}" * 10
+PEM = "-----BEGIN CERTIFICATE-----\n" + "QUJD\n" * 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pools": {"chat_template": JINJA}}, ["pools[0].chat_template", "put the template in one"]),
+        ({"pools": {"tokenizer": "./" + "x" * 300}}, ["pools[0].tokenizer", "does not exist"]),
+        ({"pools": {"tokenizer": "~nobody-of-that-name/x"}}, ["pools[0].tokenizer", "does not exist"]),
+        ({"pools": {"endpoints_file": {"path": f"/{PEM}/x"}}}, ["pools[0].endpoints_file.path", "make it first"]),
+        ({"listen": {"tls": {"cert": PEM, "key": "k"}}}, ["listen.tls.cert", "is no readable file"]),
+        (
+            {"pools": {"discovery": [{"type": "file", "path": "/" + "x" * 300}]}},
+            ["pools[0].discovery[0].path", "so far"],
+        ),
+    ],
+)
+def test_text_where_a_path_belongs(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    one = {"name": "a", "models": ["m"], "tokenizer": str(tmp_path), **changes.pop("pools", {})}
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump({**changes, "pools": [one]}))
+    done = CliRunner().invoke(main, ["check", "-c", str(path)])
+    assert done.exit_code == (0 if "so far" in words else 2), done.output
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    for word in words:
+        assert word in done.output, done.output
+    assert len(done.output) < 1500

@@ -74,6 +74,13 @@ async def test_more_objects_than_any_prompt_has(opened: str) -> None:
     assert (found.reason, found.detail) == (Reason.TOO_LARGE, "more than 500000 braces and brackets")
 
 
+async def test_more_numbers_than_any_prompt_has() -> None:
+    """Each takes 40 bytes until it is packed: ten such bodies at once took more than a pod has."""
+    found = await outcome(b'{"prompt": [1' + b",1" * 4_000_001 + b"]}", COMPLETIONS)
+    assert isinstance(found, Unscored)
+    assert (found.reason, found.detail) == (Reason.TOO_LARGE, "more than 4000000 commas")
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
+import pytest
+
 from extproc.config import Pool as PoolConfig
 from extproc.discovery_config import DiscoveryNode
 from extproc.instances import InstanceConfig, PoolFacts
@@ -144,6 +146,18 @@ async def test_equal_options_change_nothing() -> None:
         sources.use([pool(script, max_endpoints=2)])
         await asyncio.sleep(0)
         assert calls == [1]
+
+
+async def test_an_instance_moves_to_a_pool_that_stands_before_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = pool(), pool(configured=(("a", 1), ("b", 2)))
+    second = second.model_copy(update={"name": "q"})
+    async with running(first, second) as (sources, fleet):
+        assert await sources.wait_ready(5)
+        taker = pool(configured=(("a", 1),))
+        giver = pool(configured=(("b", 2),)).model_copy(update={"name": "q"})
+        sources.use([taker, giver])
+        assert {name: one.pool for name, one in fleet.snapshot().items()} == {"a": "p", "b": "q"}
+    assert caplog.text == ""
 
 
 async def test_a_source_that_is_gone_takes_its_instances_along() -> None:

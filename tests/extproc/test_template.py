@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from transformers.utils import chat_template_utils
 
+from extproc.openai import Body, Endpoint
 from extproc.prompt import Options, Prompt, Prompter, deadline, template
 from extproc.prompt.prompter import read_template
 from extproc.prompt.template import BadTemplate, ChatTemplate, RenderError, Templates
@@ -208,6 +210,33 @@ def test_a_deadline_ends_what_swallows_its_exception(times: int, monkeypatch: py
     assert deadline._running == {}
 
 
+def test_one_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two would clear each other's `raising`, and the exception could hit what comes after the work."""
+    started: list[int] = []
+    end, together = threading.Event(), threading.Barrier(8)
+
+    def look() -> None:
+        started.append(1)
+        end.wait(10)
+
+    def first() -> None:
+        together.wait()
+        deadline.within(5.0, lambda: None)
+
+    monkeypatch.setattr(deadline, "_look", look)
+    monkeypatch.setattr(deadline, "_watchdog", None)
+    threads = [threading.Thread(target=first) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    watchdog = deadline._watchdog
+    end.set()
+    assert watchdog is not None
+    watchdog.join()
+    assert started == [1]
+
+
 def test_a_deadline_never_reaches_what_comes_after(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadline, "TICK", 0.001)
     ended = finished = turn = 0
@@ -355,6 +384,20 @@ async def test_what_reaches_the_template(
     what: str, fields: dict[str, Any], options: dict[str, Any], expected: str | Reason
 ) -> None:
     assert await shown(fields, **options) == expected
+
+
+@pytest.mark.parametrize("own", [True, False])
+async def test_a_clients_own_template_takes_no_time_of_others(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take its second; the event loop, which everybody waits for, renders templates of the model's only."""
+    where: list[str] = []
+    prompter = Prompter.load(Options(tokenizer=str(SMALL), models=("m",), trust_request_chat_template=True))
+    prepare = prompter._prepare
+    monkeypatch.setattr(
+        prompter, "_prepare", lambda body: where.append(threading.current_thread().name) or prepare(body)
+    )
+    fields = {"messages": U, **({"chat_template": "{{ 1 + 1 }}"} if own else {})}
+    await prompter.prompt_of(Body(Endpoint.CHAT, "m", fields))
+    assert [name.startswith("kvcar-tokens") for name in where] == [own]
 
 
 async def test_content_format_override() -> None:

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
+from extproc.prompt import Options, Prompter
 from extproc.prompt.encoder import JOB_BYTES, LARGE_BYTES, SEGMENT_BYTES, Encoder, EncodeTimeout, Pieces, SegmentCache
 from extproc.prompt.segments import Cutter
-from extproc.prompt.tokenizer import TokenizerError, _encoder, load
+from extproc.prompt.tokenizer import TokenizerError, _encoder, load, thread_pool
 from kvindex.hashing import pack_tokens
+from tests.tokenizers import SMALL
 
 D = "<|d|>"
 WAIT = 20.0  # deadline of conditions that come true at once
@@ -343,3 +345,23 @@ async def test_nothing_is_logged_of_a_text(make: Make, caplog: pytest.LogCapture
 def test_a_hub_id_that_is_not_cached_names_the_remedy() -> None:
     with pytest.raises(TokenizerError, match=r"'kvcar-tests/none'.*hub cache.*tokenizer_allow_download: true"):
         load("kvcar-tests/none")
+
+
+def test_what_nobody_waits_for_is_not_begun_at_the_end() -> None:
+    """Python joins its threads when it exits: a queue of abandoned texts would have to be encoded first."""
+    executor = thread_pool(1)
+    prompter = Prompter.load(Options(tokenizer=str(SMALL), models=("m",)), executor=executor)
+    begun, go = threading.Event(), threading.Event()
+
+    def first() -> None:
+        begun.set()
+        go.wait(10)
+
+    running = executor.submit(first)
+    waiting = executor.submit(lambda: None)
+    assert begun.wait(10)
+    prompter.end()
+    assert waiting.cancelled()
+    assert not running.done()
+    go.set()
+    running.result(10)

@@ -122,11 +122,17 @@ def test_mistakes_are_told(kvcar: KvcarProcess, tmp_path: Path) -> None:
     open_port.write_text(yaml.safe_dump(config | {"admin": {"address": "127.0.0.1:0"}}))
     body = tmp_path / "body.json"
     body.write_text("[1]")
+    nested = tmp_path / "nested.json"
+    nested.write_text("[" * 100_000 + "]" * 100_000)
     gone = f"127.0.0.1:{free_port()}"
     with echo_upstream() as stranger:
         rows = [
             (("--tokens", "1,x"), None, 2, "'x' is no token id"),
             (("--tokens", ""), None, 2, "no token ids are given"),
+            (("--tokens", "9" * 5000), None, 2, "5000 digits"),
+            (("--request", str(nested)), None, 2, "nested too deeply"),
+            (("--admin", kvcar.ext_proc), None, 1, "is it kvcar's admin port?"),
+            (("--admin", "a b:9003"), None, 2, "is no address"),
             (("--request", str(body)), None, 2, "no object"),
             (("--request", str(body), "--tokens", "1"), None, 2, "give one"),
             ((), open_port, 2, "--admin"),
