@@ -63,7 +63,8 @@ async def test_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert labels <= soak.fleet.serving.keys(), "no label of an engine that has left"
     # An arena of malloc that comes late costs some MiB once; a leak of one object a request shows in a long run.
     assert latest.resident <= first.resident * 1.1 + (24 << 20), (first, latest)
-    assert latest.threads <= first.threads + 2, (first, latest)
+    # Pools start threads as they need them: six of the event loop's, two for tokens. A leak has hundreds of occasions.
+    assert latest.threads <= first.threads + 8, (first, latest)
     assert latest.sockets <= first.sockets + 12, (first, latest)
     assert latest.descriptors <= first.descriptors + 16, (first, latest)
     assert latest.series <= first.series * 1.05 + 10, (first, latest)
