@@ -8,8 +8,7 @@ extproc/example.yaml, printed by `kvcar example-config` (a test compares).
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -29,7 +28,17 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from extproc.config_keys import closest, explained, quoted
-from extproc.config_types import Address, HeaderName, HttpUrl, NetworkText, Node, RequestPath
+from extproc.config_types import (
+    MAX_VALUES,
+    Address,
+    HeaderName,
+    HttpUrl,
+    JsonMapping,
+    NetworkText,
+    Node,
+    RequestPath,
+    immutable,
+)
 from extproc.config_types import ConfigError as ConfigError
 from extproc.decision import PROFILES, Profile
 from extproc.discovery_config import DiscoveryConfig
@@ -50,15 +59,6 @@ def _block_size(value: Any) -> int | Literal["auto"]:
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 65_536:
         return value
     raise ValueError("must be a number of tokens from 1 to 65536, or 'auto'")
-
-
-def _json(value: dict[str, Any]) -> dict[str, Any]:
-    """What an engine takes is JSON: no dates, sets, bytes, NaN."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"holds what JSON cannot ({error}): put it in quotes") from None
-    return value
 
 
 def _scorer(value: Any) -> Any:
@@ -309,7 +309,7 @@ class Pool(Node):
     incremental: bool = True
     verify_every: int = Field(512, ge=0)
     chat_template: str | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_json)] = Field(default_factory=dict)
+    chat_template_kwargs: JsonMapping = Field(default_factory=dict)
     content_format: Literal["auto", "string", "openai"] = "auto"
     exclude_tools_when_tool_choice_none: bool = False
     trust_request_chat_template: bool = False
@@ -459,7 +459,7 @@ def parse_as(kind: type[Tree], text: str, name: str, *, needs: str) -> Tree:
         holds = "is empty" if tree is None else f"holds {_short(tree)}"
         raise ConfigError(f"{name}: must be a mapping with at least the key '{needs}'; the file {holds}")
     try:
-        plain = _tuples(tree, itertools.count(1))
+        plain = immutable(tree, itertools.count(1))
     except OverflowError:
         raise ConfigError(f"{name}: has more than {MAX_VALUES:,} values, aliases (*name) counted each time") from None
     except RecursionError:
@@ -475,27 +475,6 @@ def parse_as(kind: type[Tree], text: str, name: str, *, needs: str) -> Tree:
         found = [item for item in error.errors() if not (item["type"] == "too_short" and item["input"])]
         found.sort(key=lambda item: item["type"] == "missing")  # a key that is misspelt is missing too: the cause first
         raise ConfigError("\n".join(_line(kind, name, node, item) for item in found)) from None
-
-
-MAX_VALUES = 1_000_000
-"""Of a file: aliases of aliases make gigabytes of a few lines."""
-
-
-def _tuples(value: Any, number: Iterator[int]) -> Any:
-    """Lists become tuples: strict mode takes no list for a tuple, and the tree has to be immutable.
-
-    Raises RecursionError for a tree that holds itself, OverflowError for one of more than MAX_VALUES values,
-    UnicodeEncodeError for a lone surrogate.
-    """
-    if next(number) > MAX_VALUES:
-        raise OverflowError
-    if isinstance(value, str):
-        value.encode()
-    if isinstance(value, list):
-        return tuple(_tuples(item, number) for item in value)
-    if isinstance(value, dict):
-        return {_tuples(key, number): _tuples(item, number) for key, item in value.items()}
-    return value
 
 
 def _unique(values: Iterable[Hashable], where: str, what: str) -> None:

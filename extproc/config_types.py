@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,3 +105,36 @@ def _network(text: str) -> str:
 NetworkText = Annotated[str, AfterValidator(_network)]
 HttpUrl = Annotated[str, AfterValidator(_url)]
 RequestPath = Annotated[str, AfterValidator(_path)]
+
+
+def _json(value: dict[str, Any]) -> dict[str, Any]:
+    """What an engine takes is JSON: no dates, sets, bytes, NaN."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"holds what JSON cannot ({error}): put it in quotes") from None
+    return value
+
+
+JsonMapping = Annotated[dict[str, Any], AfterValidator(_json)]
+"""Values for a template, as a request could bring them."""
+MAX_VALUES = 1_000_000
+"""Of a file: aliases of aliases make gigabytes of a few lines."""
+
+
+def immutable(value: Any, number: Iterator[int]) -> Any:
+    """Lists become tuples: strict mode takes no list for a tuple, and the tree has to be immutable.
+    `number` counts the values met, from 1 on.
+
+    Raises RecursionError for a tree that holds itself, OverflowError for one of more than MAX_VALUES values,
+    UnicodeEncodeError for a lone surrogate.
+    """
+    if next(number) > MAX_VALUES:
+        raise OverflowError
+    if isinstance(value, str):
+        value.encode()
+    if isinstance(value, list):
+        return tuple(immutable(item, number) for item in value)
+    if isinstance(value, dict):
+        return {immutable(key, number): immutable(item, number) for key, item in value.items()}
+    return value
