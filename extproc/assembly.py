@@ -116,6 +116,7 @@ def _tracing_type(where: str = "tracing") -> type[Tracing]:
 
 
 def _is_tokenizer(path: Path) -> bool:
+    path = path.expanduser()
     return (path / "tokenizer.json").is_file() or path.is_file()
 
 
@@ -131,7 +132,7 @@ def check_files(config: Config, name: str = "config") -> None:
             if path is not None and not is_path(path):
                 raise ConfigError(f"{place(name, section, 'tls', key)}: {short(path)} is no readable file")
     for index, pool in enumerate(config.pools):
-        there = is_path(pool.tokenizer, Path.exists)
+        there = is_path(pool.tokenizer, lambda path: path.expanduser().exists())
         looks_local = pool.tokenizer.startswith(("/", "./", "../", "~")) or there
         if looks_local and not is_path(pool.tokenizer, _is_tokenizer):
             what = "has no tokenizer.json" if there else "does not exist"

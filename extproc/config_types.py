@@ -70,7 +70,7 @@ class Node(BaseModel):
 def is_path(text: str, look: Callable[[Path], bool] = Path.is_file) -> bool:
     """Whether there is such a file (or what `look` asks for); a text that can be no path, PEM or Jinja, is none."""
     try:
-        return look(Path(text).expanduser())
+        return look(Path(text))
     except (OSError, RuntimeError, ValueError):
         return False
 

@@ -89,6 +89,8 @@ class Replicas:
         if not due:
             return
         peers = list(await self._addresses())
+        there = {address for address, _ in peers}  # a peer that started again has another address
+        self._silent = {one for one in self._silent if one[0] == "name" or one[1] in there}
         for pool, report, key in due:
             reason = await self._fill(pool, report, peers)
             name = (pool.name, report.instance, report.dp_rank)

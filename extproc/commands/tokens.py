@@ -44,7 +44,9 @@ def tokens(config_path: Path, path: str | None, as_json: bool, request_file: Any
     try:
         json.loads(data)
     except ValueError as error:
-        fail(f"{request_file.name}: no JSON ({error})")
+        fail(f"the request is no JSON ({error})")
+    except RecursionError:
+        fail("the request is nested too deeply")
     parsed = parse_body(path or _guess(data), {}, data, max_bytes=config.limits.max_body_bytes)
     pool = None
     if isinstance(parsed, Body):

@@ -262,8 +262,7 @@ class Prompter:
                 request, text, pieces, behind = await loop.run_in_executor(self._executor, self._prepare, body)
             budget = max(0.0, end - loop.time())
         if isinstance(request, IdsRequest):
-            tokens = pack_tokens(request.ids)
-            return self._cut(request, tokens, None, None, model, adapter)
+            return self._cut(request, pack_tokens(request.ids), None, None, model, adapter)
         encoder = self._encoder
         if encoder is None or text is None or pieces is None:
             raise Refused(Reason.NO_TOKENIZER)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -16,11 +18,12 @@ from aiohttp import web
 
 from extproc.admin.server import AdminServer, tls_context
 from extproc.config import parse as parse_config
-from extproc.doctor import DoctorOptions, engine_page
-from extproc.doctor.check import Found
+from extproc.doctor import DoctorOptions, engine_page, events
+from extproc.doctor.check import Found, Skip
 from extproc.doctor.context import Context
 from extproc.doctor.engines import models as engine_models
 from extproc.doctor.events import Stream, anchored, decoded, ports, replay
+from extproc.doctor.finding import Finding
 from extproc.doctor.listen import Heard, Listener, StreamFacts
 from extproc.doctor.live import gateway_answers
 from extproc.doctor.ports import Port
@@ -222,3 +225,25 @@ async def test_an_admin_port_with_tls_is_asked_by_https(client: str | None) -> N
         await context.close()
         await bare.close()
         await server.stop()
+
+
+@pytest.mark.parametrize(
+    ("usable", "told"), [((False, False), None), ((True, False), "1 of 2 streams"), ((True, True), "2 streams")]
+)
+async def test_only_what_was_judged_is_ok(
+    usable: tuple[bool, ...], told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def streams(_: Any) -> list[Any]:
+        return [SimpleNamespace(facts=SimpleNamespace(usable=one)) for one in usable]
+
+    async def nothing(_: Stream) -> AsyncIterator[Finding]:
+        for finding in ():
+            yield finding
+
+    monkeypatch.setattr(events, "streams", streams)
+    check: Any = events._check(nothing)
+    if told is None:
+        with pytest.raises(Skip, match="no publisher listens"):
+            await check(None)
+    else:
+        assert await check(None) == Found((), told)

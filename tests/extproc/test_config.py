@@ -330,6 +330,7 @@ PEM = "-----BEGIN CERTIFICATE-----\n" + "QUJD\n" * 100
         ({"pools": {"tokenizer": "./" + "x" * 300}}, ["pools[0].tokenizer", "does not exist"]),
         ({"pools": {"tokenizer": "~nobody-of-that-name/x"}}, ["pools[0].tokenizer", "does not exist"]),
         ({"pools": {"endpoints_file": {"path": f"/{PEM}/x"}}}, ["pools[0].endpoints_file.path", "make it first"]),
+        ({"listen": {"tls": {"cert": "~/c.pem", "key": "k"}}}, ["listen.tls.cert", "'~/c.pem' is no readable file"]),
         ({"listen": {"tls": {"cert": PEM, "key": "k"}}}, ["listen.tls.cert", "is no readable file"]),
         (
             {"pools": {"discovery": [{"type": "file", "path": "/" + "x" * 300}]}},

@@ -122,6 +122,7 @@ async def test_no_peer_there(caplog: pytest.LogCaptureFixture) -> None:
     assert any(one.startswith(f"peer {away} does not answer: ClientConnectorError: ") for one in told), told
     assert any(one.startswith(f"peer {name} does not answer: gaierror: ") for one in told), told
     assert away in replicas.refused["qwen", "engine-a", 0]
+    replicas._silent.add(("address", "http://10.9.9.9:9003"))  # of a pod that was replaced
     caplog.clear()
 
     async def refusing(_: web.Request) -> web.StreamResponse:
@@ -132,6 +133,7 @@ async def test_no_peer_there(caplog: pytest.LogCaptureFixture) -> None:
         replicas._next.clear()
         await replicas.warm([pool])
     await replicas.close()
+    assert replicas._silent == {("name", name)}
     assert [record.getMessage() for record in caplog.records if record.name == "extproc.replicas"] == [
         f"peer {away} is there again"
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from extproc.cli import main
 from extproc.commands.simulate import simulate as command
 from extproc.simulate import (
     POLICIES,
@@ -285,3 +287,11 @@ def test_command(tmp_path: Path) -> None:
     table = CliRunner().invoke(command, [str(trace), "--policies", "car"])
     assert table.exit_code == 0
     assert "hit ratio" in table.stdout
+
+
+def test_a_pipe_is_no_trace(tmp_path: Path) -> None:
+    """It is read for the size of its blocks first: nothing would be left."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    done = CliRunner().invoke(main, ["simulate", str(pipe)])
+    assert (done.exit_code, "give a file, no pipe" in done.output) == (2, True)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
 from click.testing import CliRunner
 
@@ -56,3 +57,18 @@ async def test_the_engines_tokenizer(tmp_path: Path) -> None:
         assert len(out["blocks"]) == 1
     finally:
         await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "said"),
+    [
+        ("not json", 2, "the request is no JSON (Expecting value: line 1 column 1"),
+        ("[" * 100_000 + "]" * 100_000, 2, "the request is nested too deeply"),
+        (json.dumps({**CHAT, "model": "other"}), 1, "no pool serves the model 'other'; there are: m"),
+    ],
+)
+def test_mistakes_are_told(tmp_path: Path, data: str, code: int, said: str) -> None:
+    file = tmp_path / "kvcar.yaml"
+    file.write_text(json.dumps({"pools": [{"name": "p", "models": ["m"], "tokenizer": str(SMALL)}]}))
+    done = CliRunner().invoke(tokens, ["-c", str(file), "-"], input=data)
+    assert (done.exit_code, said in done.output) == (code, True), done.output

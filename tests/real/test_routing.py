@@ -85,7 +85,7 @@ async def test_rank_is_told_and_honoured(tmp_path: Path) -> None:
 
 async def test_shedding_answers_429_and_recovers(tmp_path: Path) -> None:
     config = {"pool": {"shedding": {"queue_threshold": 1, "retry_after_s": 7}}}
-    with Stack(tmp_path, engine_options={"prefill_rate": 3000}, config=config) as stack:
+    with Stack(tmp_path, engine_options={"prefill_rate": 500}, config=config) as stack:
         answers = await burst(stack, 24)
         assert {answer.status for answer in answers} == {200, 429}
         refused = next(answer for answer in answers if answer.status == 429)
